@@ -34,7 +34,7 @@ from grpo_fused.engines.base import Tokens
 from grpo_fused.objective.custom import Objective
 
 
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_order(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """A backward whose gradients cannot be differentiated again: that raises, and `create_graph=True` alone does not.
 
     torch's `once_differentiable` returns constants where no upstream gradient requires grad, and its node that raises
@@ -43,18 +43,16 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(backward)
-    def checked(ctx: Any, *upstream: Tensor | None) -> Any:
+    def checked(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         ctx.creates_graph = torch.is_grad_enabled()
         with torch.no_grad():
             gradients = backward(ctx, *upstream)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiled backward refuses this itself
             return gradients
-        parts = gradients if isinstance(gradients, tuple) else (gradients,)
-        leaves = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in parts]
+        leaves = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in gradients]
         graph = [x for x in (*upstream, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad]
         raising = torch._C._functions.DelayedError(_SECOND_ORDER, len(leaves) + len(graph))
-        found = tuple(raising(*leaves, *graph))[: len(leaves)]
-        return found if isinstance(gradients, tuple) else found[0]
+        return tuple(raising(*leaves, *graph))[: len(leaves)]
 
     return checked
 
@@ -317,5 +315,4 @@ def _graph_is_freed() -> bool:
     """Whether this backward frees its graph (no `retain_graph`), so that the saved gradients are not read again."""
     if torch.compiler.is_compiling():
         return False
-    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return keeps is not None and not keeps()
+    return not torch._C._autograd._get_current_graph_task_keep_graph()

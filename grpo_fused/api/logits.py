@@ -43,7 +43,7 @@ def gradient(call: LogitsCall, layout: Layout, dlogps: Tensor | None, dentropies
 
 
 class _Logits(NamedTuple):
-    """The positions of a call."""
+    """The positions of a call; those that are read are active."""
 
     logits: Tensor
     """[N, V], or [B, T, V] if it cannot be viewed as [N, V]"""
@@ -58,10 +58,8 @@ class _Logits(NamedTuple):
     def of(cls, call: LogitsCall, layout: Layout) -> _Logits:
         dtype = torch.promote_types(call.logits.dtype, torch.float32)
         mask = active_tokens(call.mask, call.token_ids).reshape(-1)
-        ids = torch.where(mask, call.token_ids.reshape(-1).to(torch.int64), 0)
-        temperature: Tensor | float = call.temperature
-        if call.temperatures is not None:
-            temperature = torch.where(mask, layout.per_token(call.temperatures), 1.0)
+        ids = call.token_ids.reshape(-1).to(torch.int64)
+        temperature = call.temperature if call.temperatures is None else layout.per_token(call.temperatures)
         return cls(flat_view(call.logits), ids, mask, temperature, row_work(call.logits.device, dtype), dtype)
 
     def blocks(self, positions: Tensor) -> Iterator[tuple[Tensor, Rows]]:

@@ -13,7 +13,7 @@ only device synchronisation of a call; there is a second one if scoring comes fi
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from grpo_fused.engines.divergence import DivergenceEngine, check_finite
 from grpo_fused.engines.products import rounded_bias
 from grpo_fused.kernels.row_types import Coefficients, Statistics
 from grpo_fused.objective.batch import LOWEST_LOGP, TokenBatch
-from grpo_fused.objective.custom import Evaluation, Objective, check_no_other_gradient
+from grpo_fused.objective.custom import Evaluation, Objective, Scope, check_no_other_gradient
 from grpo_fused.objective.formulas import evaluate
 from grpo_fused.objective.metrics import compute_metrics
 from grpo_fused.ranks.parallel import TokenParallel
@@ -196,13 +196,9 @@ def run_objective(
 
 def evaluation_of(call: CustomCall, layout: Layout, rows: Tensor, objective: Objective) -> Evaluation:
     """The objective of a call, on its active tokens at `rows`."""
-    inputs, for_alternatives = (
-        {name: x.reshape(-1) for name, x in given.items()} for given in (call.inputs, call.alternative_inputs)
-    )
-    alternatives = call.alternatives.sets
-    return Evaluation(
-        objective, inputs, layout, rows, call.scope, call.with_entropy, alternatives, for_alternatives,  # type: ignore[arg-type]
-    )  # fmt: skip
+    alternatives, scope = call.alternatives.sets, cast(Scope, call.scope)
+    of_alternatives = call.alternative_inputs
+    return Evaluation(objective, call.inputs, layout, rows, scope, call.with_entropy, alternatives, of_alternatives)
 
 
 def run_divergence(call: DivergenceCall, tokens: Tokens) -> LossParts:

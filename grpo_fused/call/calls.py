@@ -445,14 +445,9 @@ def detach(call: C) -> tuple[C, list[Tensor]]:
 
 def attach(bare: C, tensors: Iterable[Any]) -> C:
     """The call from the two results of `detach`."""
-    return _filled(bare, iter(tensors))
-
-
-def _filled(call: C, tensors: Iterator[Any]) -> C:
-    """The call with others in place of its tensors, in their order."""
-    parts: list[Any] = []
-    for value in call:
+    tensors, parts = iter(tensors), []
+    for value in bare:
         if isinstance(value, tuple):
-            value = _filled(value, tensors)
+            value = attach(value, tensors)
         parts.append(next(tensors) if value is _TENSOR or isinstance(value, Tensor) else value)
-    return type(call)(*parts)
+    return type(bare)(*parts)

@@ -383,21 +383,15 @@ def check_token_values(
         _refuse("temperature", "be > 0", ~(layout.per_token(temperature) > 0), active)
 
 
-def check_hidden_values(
-    hidden_states: Tensor | None, token_ids: Tensor, mask: Tensor | None, name: str = "hidden_states"
-) -> None:
-    """Finite numbers in the rows of active tokens."""
-    if hidden_states is not None and values_are_checked(hidden_states.device) and token_ids.numel():
-        # two passes without a copy, also of bf16; the maximum of a row with a NaN is NaN
-        finite = hidden_states.amax(-1).isfinite() & hidden_states.amin(-1).isfinite()
-        _refuse(name, "be finite", ~finite, active_tokens(mask, token_ids).reshape(-1))
-
-
 def check_call_states(call: LinearCall) -> None:
-    """Values of the hidden states, which may differ between the ranks of a head."""
+    """Finite numbers in the hidden states of active tokens, which may differ between the ranks of a head."""
+    if not values_are_checked(call.hidden_states.device) or call.token_ids.numel() == 0:
+        return
     for name, states in call._asdict().items():
-        if name.endswith("hidden_states"):
-            check_hidden_values(states, call.token_ids, call.mask, name)
+        if name.endswith("hidden_states") and states is not None:
+            # two passes without a copy, also of bf16; the maximum of a row with a NaN is NaN
+            finite = states.amax(-1).isfinite() & states.amin(-1).isfinite()
+            _refuse(name, "be finite", ~finite, active_tokens(call.mask, call.token_ids).reshape(-1))
 
 
 def check_call_values(call: LinearCall, layout: Layout, vocab_size: int) -> None:

@@ -39,7 +39,7 @@ class Evaluation:
 
     objective: Objective
     inputs: Mapping[str, Tensor]
-    """[N] each"""
+    """in the layout's shape each"""
     layout: Layout
     rows: Tensor
     """[R] int64, ascending: positions of all active tokens"""
@@ -82,7 +82,7 @@ class Evaluation:
     ) -> Tensor:
         """The objective of some of the rows, checked."""
         rows = self.rows[part]
-        inputs: dict[str, Any] = {name: x[rows] for name, x in self.inputs.items()}
+        inputs: dict[str, Any] = {name: x.reshape(-1)[rows] for name, x in self.inputs.items()}
         if self.scope != "token":
             inputs["cu_seqlens"] = self._offsets(part, rows)
         if self.alternatives is not None:
@@ -180,7 +180,7 @@ def check_objective(
     random = partial(torch.rand, generator=g, dtype=torch.float64, device="cpu")
     logps, entropies = -3.0 * random(shape.numel()), 2.0 * random(shape.numel()) if with_entropy else None
     rows = torch.arange(shape.numel(), device="cpu")
-    flat = {name: x.reshape(-1).cpu() for name, x in inputs.items()}
+    inputs = {name: x.cpu() for name, x in inputs.items()}
     others, of_others = None, None
     if alternative_inputs is not None:
         sizes = (rows % 5)[torch.randperm(len(rows), generator=g, device="cpu")]
@@ -188,7 +188,7 @@ def check_objective(
         others = CandidateSets(rows.new_zeros(2 * len(rows)), offsets_of(sizes))
         of_others = -3.0 * random(2 * len(rows))
     layout = Layout(shape, shape[0], None)
-    run = Evaluation(objective, flat, layout, rows, scope, with_entropy, others, alternative_inputs or {})
+    run = Evaluation(objective, inputs, layout, rows, scope, with_entropy, others, alternative_inputs or {})
     if scope == "token":
         order = torch.randperm(len(rows), generator=g, device="cpu")
         parts: list[slice | Tensor] = list(order.split(max(len(order) // 3, 1)))
