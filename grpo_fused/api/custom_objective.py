@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -13,7 +12,7 @@ from typing_extensions import Unpack
 
 from grpo_fused.api import reference
 from grpo_fused.api.autograd import LinearLoss
-from grpo_fused.api.head import HeadOptions, check_names, head_of, needs_of
+from grpo_fused.api.head import HeadOptions, checking, head_of, needs_of
 from grpo_fused.api.pipeline import evaluation_of
 from grpo_fused.call import validation as check
 from grpo_fused.call.calls import CustomCall, TokenSets, tensors_of
@@ -24,7 +23,6 @@ from grpo_fused.call.options import check_choice
 from grpo_fused.call.outputs import ObjectiveOutput
 from grpo_fused.objective.batch import LOWEST_LOGP
 from grpo_fused.objective.custom import Objective, Scope
-from grpo_fused.ranks.handshake import refusing_together
 from grpo_fused.ranks.parallel import ParallelGroups
 
 P = ParamSpec("P")
@@ -111,9 +109,8 @@ def fused_linear_objective(
 
     Source: the idea of FlexAttention (arXiv 2412.05496), applied to policy losses.
     """
-    check_names("fused_linear_objective", head)
-    token_inputs, process_group = dict(inputs or {}), head.get("process_group")
-    with nullcontext() if process_group is None else refusing_together(process_group, with_tokens=True):
+    token_inputs = dict(inputs or {})
+    with checking("fused_linear_objective", head, with_tokens=True):
         check_choice(scope, "scope", Scope)
         check.check_objective_scope(objective, scope)
         if scope == "token" and cu_seqlens is None:
@@ -124,7 +121,7 @@ def fused_linear_objective(
         hidden_states, lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
         check.check_objective_inputs(token_inputs, layout)
         check.check_alternatives(alternatives, alternative_inputs, token_ids, token_inputs)
-        if scope != "token" and ParallelGroups.of(process_group).tokens is not None:
+        if scope != "token" and ParallelGroups.of(head.get("process_group")).tokens is not None:
             raise ValueError(f"ranks with other tokens must have an objective of scope 'token'; got {scope!r}")
         needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
         call = CustomCall(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Literal, cast
 
 import torch
@@ -11,14 +10,13 @@ from typing_extensions import Unpack
 
 from grpo_fused.api import reference
 from grpo_fused.api.autograd import LinearLoss
-from grpo_fused.api.head import HeadOptions, LogitOptions, beside, check_names, head_of, needs_of
+from grpo_fused.api.head import HeadOptions, LogitOptions, beside, checking, head_of, needs_of
 from grpo_fused.call import validation as check
 from grpo_fused.call.calls import DivergenceCall, tensors_of
 from grpo_fused.call.head_parts import QuantizedWeight
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.options import check_choice, check_number
 from grpo_fused.call.outputs import DivergenceOutput
-from grpo_fused.ranks.handshake import refusing_together
 from grpo_fused.ranks.parallel import ParallelGroups
 
 DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
@@ -98,10 +96,8 @@ def fused_linear_divergence(
 
     Source: generalised JSD of on-policy distillation, GKD (arXiv 2306.13649).
     """
-    check_names("fused_linear_divergence", head, "candidates")
-    process_group = head.get("process_group")
-    with nullcontext() if process_group is None else refusing_together(process_group):
-        if ParallelGroups.of(process_group).tokens is not None:
+    with checking("fused_linear_divergence", head, "candidates"):
+        if ParallelGroups.of(head.get("process_group")).tokens is not None:
             raise ValueError("a divergence takes slices of the vocabulary only; got a group of ranks with other tokens")
         check_choice(kind, "kind", DivergenceKind)
         check_choice(impl, "impl", DivergenceImpl)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from grpo_fused.api import reference
 from grpo_fused.api.autograd import LinearLogprobs, LinearLoss
-from grpo_fused.api.head import HeadOptions, beside, check_names, early, head_of, needs_of
+from grpo_fused.api.head import HeadOptions, beside, checking, early, head_of, needs_of
 from grpo_fused.call import validation as check
 from grpo_fused.call.calls import LogprobsCall, LossCall, LossInputs, TokenSets, tensors_of
 from grpo_fused.call.candidates import CandidateSets
@@ -19,7 +17,6 @@ from grpo_fused.call.head_parts import QuantizedWeight
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.outputs import GRPOLossOutput, LogprobOutput
 from grpo_fused.objective.metrics import loss_metric_names
-from grpo_fused.ranks.handshake import refusing_together
 
 _DEFAULT_CONFIG = GRPOLossConfig()
 
@@ -104,9 +101,7 @@ def fused_linear_grpo_loss(
 
     Source: GRPO, DeepSeekMath (arXiv 2402.03300); options and defaults as in TRL 1.16's `GRPOTrainer`.
     """
-    check_names("fused_linear_grpo_loss", head)
-    process_group = head.get("process_group")
-    with nullcontext() if process_group is None else refusing_together(process_group, with_tokens=True):
+    with checking("fused_linear_grpo_loss", head, with_tokens=True):
         check.check_ids(completion_ids, cu_seqlens)
         layout = Layout.of(completion_ids, cu_seqlens)
         hidden_states, lm_head, candidates, run = head_of(
@@ -130,7 +125,7 @@ def fused_linear_grpo_loss(
         )  # fmt: skip
         ref = ref_hidden_states, ref_lm_head_weight, ref_lm_head_bias
         if config.kl_estimator == "exact":
-            reference_head = check.check_exact_kl(call, *ref, head.get("impl", "auto"), process_group)
+            reference_head = check.check_exact_kl(call, *ref, head.get("impl", "auto"), head.get("process_group"))
             scale_and_cap = lm_head.logit_scale, lm_head.softcap
             lm_head, other = beside(lm_head, layout, "reference", *reference_head, *scale_and_cap)
             run = run._replace(engine="reference" if run.engine == "reference" else "chunked")
@@ -201,9 +196,7 @@ def fused_linear_logprobs(
         entropies = -(log_p.exp() * log_p).sum(-1)
         alternative_logps = log_p.flatten(0, -2)[alternatives.positions, alternatives.ids]
     """
-    check_names("fused_linear_logprobs", head)
-    process_group = head.get("process_group")
-    with nullcontext() if process_group is None else refusing_together(process_group):
+    with checking("fused_linear_logprobs", head):
         check.check_token_ids(token_ids, "token_ids")
         layout = Layout.of(token_ids)
         hidden_states, lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)

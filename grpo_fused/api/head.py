@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from grpo_fused.call.layout import Layout, split_temperature
 from grpo_fused.call.options import check_integer
 from grpo_fused.engines import Impl
 from grpo_fused.engines.products import compute_dtype, product_dtype
+from grpo_fused.ranks.handshake import refusing_together
 from grpo_fused.ranks.parallel import ParallelGroups, whole
 
 
@@ -92,6 +94,15 @@ def check_names(function: str, options: Mapping[str, object], *refused: str) -> 
             is_of_loss = name in GRPOLossConfig.__dataclass_fields__ and "loss" in function.lower()
             hint = f": pass config=GRPOLossConfig({name}=...)" if is_of_loss else ""
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def checking(
+    function: str, options: Mapping[str, Any], *refused: str, with_tokens: bool = False
+) -> AbstractContextManager[None]:
+    """Check the names of options, and give a block for the other checks, in which ranks of a group fail together."""
+    check_names(function, options, *refused)
+    group = options.get("process_group")
+    return nullcontext() if group is None else refusing_together(group, with_tokens=with_tokens)
 
 
 def head_of(
