@@ -10,14 +10,10 @@ _root = _os.path.dirname(__path__[0])
 if _os.path.isfile(_os.path.join(_root, "setup.py")) and _os.path.isdir(_os.path.join(_root, "kernels")):
     __path__.append(_root)
 
-from grpo_fused.api import (
-    fused_linear_divergence,
-    fused_linear_grpo_loss,
-    fused_linear_logprobs,
-    fused_linear_objective,
-    grpo_loss,
-    selective_logprobs,
-)
+from grpo_fused.api.custom_objective import fused_linear_objective
+from grpo_fused.api.divergence import fused_linear_divergence
+from grpo_fused.api.from_logits import grpo_loss, selective_logprobs
+from grpo_fused.api.fused_linear import fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.api.head import HeadOptions
 from grpo_fused.api.module import FusedLinearGRPOLoss
 from grpo_fused.call.candidates import CandidateSets

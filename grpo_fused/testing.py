@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.api import fused_linear_grpo_loss, fused_linear_logprobs, grpo_loss, selective_logprobs
+from grpo_fused.api.from_logits import grpo_loss, selective_logprobs
+from grpo_fused.api.fused_linear import fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.outputs import GRPOLossOutput

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from grpo_fused.api import fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.api.custom_objective import eager
+from grpo_fused.api.fused_linear import fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.call.layout import values_are_checked
 from grpo_fused.call.options import check_integer
 from grpo_fused.call.outputs import GRPOLossOutput, LogprobOutput

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from grpo_fused.api import fused_linear_logprobs
+from grpo_fused.api.fused_linear import fused_linear_logprobs
 from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.engines.accuracy import logp_bound
 from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, ieee_products

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from typing_extensions import Unpack
 
-from grpo_fused.api import fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.api.fused_linear import fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.api.head import HeadOptions
 from grpo_fused.integrations.releases import check_release
 

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_fused.api import fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.api.fused_linear import fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_fused.call import validation as check
 from grpo_fused.call.calls import LossInputs
 from grpo_fused.call.config import GRPOLossConfig

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fused.api import selective_logprobs
 from grpo_fused.api.autograd import first_order
+from grpo_fused.api.from_logits import selective_logprobs
 from grpo_fused.call import validation as check
 from grpo_fused.call.calls import LossInputs
 from grpo_fused.call.config import GRPOLossConfig

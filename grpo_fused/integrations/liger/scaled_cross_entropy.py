@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fused.api import fused_linear_logprobs
+from grpo_fused.api.fused_linear import fused_linear_logprobs
 from grpo_fused.call import validation as check
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.options import check_integer

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fused.api import fused_linear_divergence
+from grpo_fused.api.divergence import fused_linear_divergence
 from grpo_fused.integrations.trl.adapters import with_adapters
 
 
