@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from grpo_fused import engines
 from grpo_fused.api.pipeline import run_logprobs, run_loss, sequence_chunks
 from grpo_fused.call.calls import HIDDEN_ALONE, LMHead, LogprobsCall, LossCall, LossInputs, Needs, Run, TokenSets
-from grpo_fused.call.layout import Layout
 from grpo_fused.engines import chunked, cpu_library, native
 from grpo_fused.engines.base import MANY, Tokens, even_chunks
 from grpo_fused.engines.chunked import ChunkedEngine
@@ -48,7 +47,7 @@ def prepared(case, scratch=None, compact=True):
     head, run = LMHead(weight, compute_dtype=dtype), Run("", scratch, compact)
     ids, mask = case.completion_ids, case.completion_mask
     call = LogprobsCall(case.hidden_states, head, ids, mask, TokenSets(), False, run)
-    return head, run, Tokens.of(call, Layout.of(ids))
+    return head, run, Tokens.of(call)
 
 
 def count(case, impl, config, *, needs=ALL, scratch=None, compact=True, with_metrics=True):
@@ -60,13 +59,12 @@ def count(case, impl, config, *, needs=ALL, scratch=None, compact=True, with_met
     if config.off_policy_mask_threshold is None:
         options.pop("sampling_per_token_logps")
     inputs = LossInputs(case.advantages, case.completion_mask, **options)
-    layout = Layout.of(case.completion_ids, None)
     call = LossCall(
         case.hidden_states, head, case.completion_ids, inputs, None, TokenSets(), config.encoded, with_metrics, needs,
         run,
     )  # fmt: skip
     with torch.no_grad(), CostRecorder() as recorded:
-        result = run_loss(engines.engine(impl), tokens, layout, config, call)
+        result = run_loss(engines.engine(impl), tokens, call)
     return recorded, result
 
 

@@ -29,7 +29,6 @@ from grpo_fused.call.calls import (
     tensors_of,
     with_tensors,
 )
-from grpo_fused.call.layout import Layout
 from grpo_fused.engines.base import Tokens
 from grpo_fused.objective.custom import Objective
 
@@ -241,7 +240,7 @@ def dhidden_of_logps(call: LogprobsCall, made: Tensor, dlogps: Tensor) -> Tensor
 
     Coefficients may be NaN where a log-prob is constant: of a masked token, and of one alone in its candidate set.
     """
-    undecided = Tokens.of(call, Layout.of(call.token_ids)).undecided.view(dlogps.shape)
+    undecided = Tokens.of(call).undecided.view(dlogps.shape)
     return times_dlogp(made, torch.where(undecided, dlogps, 0.0))
 
 

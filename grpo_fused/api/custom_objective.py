@@ -131,12 +131,12 @@ def fused_linear_objective(
         check.check_devices(call)
 
     if run.engine == "reference":
-        scores = reference.linear_logprobs(call, layout)
+        scores = reference.linear_logprobs(call)
         rows = active_tokens(mask, token_ids).reshape(-1).nonzero()[:, 0]
         entropies, of_alternatives = scores.entropies if with_entropy else None, scores.alternative_logps
         if alternatives is not None and of_alternatives is not None:
             of_alternatives = of_alternatives[alternatives.places(rows)].clamp(min=LOWEST_LOGP)
-        shares = evaluation_of(call, layout, rows, objective).value(
+        shares = evaluation_of(call, rows, objective).value(
             slice(0, len(rows)),
             scores.logps.reshape(-1)[rows].clamp(min=LOWEST_LOGP),
             None if entropies is None else entropies.reshape(-1)[rows],

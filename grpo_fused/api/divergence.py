@@ -142,5 +142,5 @@ def fused_linear_divergence(
         check.check_devices(call)
 
     if run.engine == "reference":
-        return reference.linear_divergence(call, layout)
+        return reference.linear_divergence(call)
     return DivergenceOutput(*LinearLoss.apply(*tensors_of(call), call)[:3])

@@ -138,8 +138,8 @@ def fused_linear_grpo_loss(
         check.check_devices(call)
 
     if run.engine == "reference":
-        scores = reference.linear_logprobs(call, layout)
-        kl = reference.exact_kl(call, layout)
+        scores = reference.linear_logprobs(call)
+        kl = reference.exact_kl(call)
         out = reference.grpo_loss(scores.logps, scores.entropies, inputs, layout, config, kl)
         # autograd goes through every position, and computes only the gradients that are required
         worked = completion_ids.numel() if out.loss.requires_grad else 0
@@ -206,7 +206,7 @@ def fused_linear_logprobs(
         check.check_devices(call)
 
     if run.engine == "reference":
-        scores = reference.linear_logprobs(call, layout)
+        scores = reference.linear_logprobs(call)
         return scores if with_entropy else scores._replace(entropies=None)
     logps, entropies, of_others = LinearLogprobs.apply(*tensors_of(call), call)
     return LogprobOutput(logps, entropies if with_entropy else None, None if alternatives is None else of_others)

@@ -43,6 +43,7 @@ from grpo_fused.call.calls import (
     TokensCall,
     build,
     fields_of,
+    layout_of,
 )
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
@@ -95,13 +96,13 @@ def _plain(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _shared(call: LinearCall | LogprobsGradientCall, layout: Layout) -> Iterator[tuple[Tokens, TokenParallel | None]]:
+def _shared(call: LinearCall | LogprobsGradientCall) -> Iterator[tuple[Tokens, TokenParallel | None]]:
     """The tokens of a call and the ranks that have others, after the handshake; all ranks fail if one does."""
     scored = call.forward if isinstance(call, LogprobsGradientCall) else call
     with _plain(scored.token_ids.device):
-        vocab, ranks = join(call, layout)
+        vocab, ranks = join(call)
         with failing_together(vocab, ranks):
-            yield Tokens.of(scored, layout, vocab), ranks
+            yield Tokens.of(scored, vocab), ranks
 
 
 class HeadGradients(NamedTuple):
@@ -133,10 +134,8 @@ class LossResult(NamedTuple):
 def linear_grpo_loss(*values: Any) -> LossResult:
     """The loss from hidden states and head, and its gradients."""
     call: LossCall = build(LossCall, iter(values))
-    layout, config = Layout.of(call.completion_ids, call.cu_seqlens), GRPOLossConfig.decode(call.config)
-    with _shared(call, layout) as (tokens, ranks):
-        parts = run_loss(_engine(call, tokens), tokens, layout, config, call, ranks)
-    return _loss_result(call, layout, parts)
+    with _shared(call) as (tokens, ranks):
+        return _loss_result(call, run_loss(_engine(call, tokens), tokens, call, ranks))
 
 
 @linear_grpo_loss.fake  # type: ignore[untyped-decorator]
@@ -156,18 +155,17 @@ def _(call: LossCall) -> LossResult:
 
 def linear_objective(call: CustomCall, objective: Objective) -> LossResult:
     """The loss of a custom objective; not an operator, since an operator takes no function."""
-    layout = Layout.of(call.token_ids, call.cu_seqlens)
-    with _shared(call, layout) as (tokens, ranks):
-        parts = run_objective(_engine(call, tokens), tokens, layout, call, objective, _alternatives(call, tokens))
+    with _shared(call) as (tokens, ranks):
+        parts = run_objective(_engine(call, tokens), tokens, call, objective, _alternatives(call, tokens))
         loss = parts.loss if ranks is None else ranks.add(parts.loss)
-    return _loss_result(call, layout, parts._replace(loss=loss.to(parts.logps.dtype)))
+    return _loss_result(call, parts._replace(loss=loss.to(parts.logps.dtype)))
 
 
 @_operator(LogprobsCall, Scores)
 def linear_logprobs(*values: Any) -> Scores:
     """Log-probs and entropies from hidden states and head, and what the gradient needs."""
     call: LogprobsCall = build(LogprobsCall, iter(values))
-    with _shared(call, Layout.of(call.token_ids)) as (tokens, _):
+    with _shared(call) as (tokens, _):
         scores, others, dhidden = run_logprobs(_engine(call, tokens), tokens, call, _alternatives(call, tokens))
     shape, hidden = call.token_ids.shape, call.hidden_states
     entropies = _shaped(scores.entropy, shape, scores.logp)
@@ -197,7 +195,7 @@ def logprobs_gradient(call: LogprobsGradientCall, add_to: Tensor | None = None) 
     if call.logps is not None and call.maxima is not None and call.log_sums is not None:
         entropy = None if call.entropies is None else call.entropies.reshape(-1)
         known = Statistics(call.maxima, call.log_sums, call.logps.reshape(-1), entropy)
-    with _shared(call, Layout.of(scored.token_ids)) as (tokens, _):
+    with _shared(call) as (tokens, _):
         alternatives = _alternatives(scored, tokens)
         gradients = run_logprobs_gradient(_engine(scored, tokens), tokens, call, known, alternatives)
         if gradients.candidates is not None and not scored.run.any_whole:
@@ -220,7 +218,7 @@ def candidate_gradient(call: CandidateGradientCall, add_to: Tensor | None = None
     """See `candidate_weight_gradient`; dW is added to `add_to` [V, H], if there is one, which is then the result."""
     scored = call.forward
     with _plain(scored.token_ids.device):
-        tokens, nothing = Tokens.of(scored, Layout.of(scored.token_ids)), Gradients(None, None, None, 0, call.dproducts)
+        tokens, nothing = Tokens.of(scored), Gradients(None, None, None, 0, call.dproducts)
         return _candidate_gradients(scored, tokens, nothing, call.needs, add_to)
 
 
@@ -233,9 +231,8 @@ def _(call: CandidateGradientCall) -> HeadGradients:
 def linear_divergence(*values: Any) -> LossResult:
     """The divergence of a policy from another head in place of log-probs, and the gradients of its weighted sum."""
     call: DivergenceCall = build(DivergenceCall, iter(values))
-    layout = Layout.of(call.mask)
-    with _shared(call, layout) as (tokens, _):
-        return _loss_result(call, layout, run_divergence(call, tokens))
+    with _shared(call) as (tokens, _):
+        return _loss_result(call, run_divergence(call, tokens))
 
 
 @linear_divergence.fake  # type: ignore[untyped-decorator]
@@ -345,12 +342,13 @@ def _shaped(x: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
     return _nothing(like) if x is None else x.view(shape)
 
 
-def _loss_result(call: LinearCall, layout: Layout, parts: LossParts) -> LossResult:
+def _loss_result(call: LinearCall, parts: LossParts) -> LossResult:
+    shape = layout_of(call).shape
     values = [x.to(torch.float32) for x in parts.metrics.values()]
     return LossResult(
         parts.loss,
-        parts.logps.view(layout.shape),
-        _shaped(parts.entropies, layout.shape, parts.loss),
+        parts.logps.view(shape),
+        _shaped(parts.entropies, shape, parts.loss),
         torch.stack(values) if values else _nothing(parts.loss),
         *_head_gradients(call, parts.gradients),
         _nothing(parts.loss) if parts.gradients.candidates is None else parts.gradients.candidates,

@@ -28,9 +28,9 @@ from grpo_fused.call.calls import (
     LogprobsCall,
     LogprobsGradientCall,
     LossCall,
+    layout_of,
 )
 from grpo_fused.call.config import GRPOLossConfig
-from grpo_fused.call.layout import Layout
 from grpo_fused.engines.alternatives import Alternatives, cut
 from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.divergence import DivergenceEngine, check_finite
@@ -64,23 +64,16 @@ class _Rows(NamedTuple):
     """number of rows of each sequence among `gradient`, if known without another synchronisation"""
 
 
-def run_loss(
-    engine: Engine,
-    tokens: Tokens,
-    layout: Layout,
-    config: GRPOLossConfig,
-    call: LossCall,
-    ranks: TokenParallel | None = None,
-) -> LossParts:
+def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParallel | None = None) -> LossParts:
     """Loss, scores, metrics and gradients of one call; `ranks` have other tokens of the batch."""
-    head, run, needs = _head(call), call.run, call.needs
-    batch = TokenBatch.build(call.inputs, layout, config, head.statistics_dtype, ranks)
+    head, run, needs, config = _head(call), call.run, call.needs, GRPOLossConfig.decode(call.config)
+    batch = TokenBatch.build(call.inputs, layout_of(call), config, head.statistics_dtype, ranks)
     mine = None if ranks is None else ranks.mine
     matters = batch.may_have_gradient(config)  # the others add exactly 0 to the loss too
     local_batch = batch  # the positions of this rank among those of all
     if mine is not None:
         local_batch, matters = batch.select(mine), matters[mine]
-    rows = _choose_rows(local_batch, tokens.undecided, matters, layout, config, call)
+    rows = _choose_rows(local_batch, tokens.undecided, matters, config, call)
     with_entropy = call.with_metrics or config.needs_entropy
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy)
     divergence = torch.zeros_like(scores.logp) if call.exact else None
@@ -134,17 +127,12 @@ def run_loss(
 
 
 def run_objective(
-    engine: Engine,
-    tokens: Tokens,
-    layout: Layout,
-    call: CustomCall,
-    objective: Objective,
-    alternatives: Alternatives | None = None,
+    engine: Engine, tokens: Tokens, call: CustomCall, objective: Objective, alternatives: Alternatives | None = None
 ) -> LossParts:
     """Loss (0-d fp64), scores and gradients of a custom objective."""
     head, run, needs = _head(call), call.run, call.needs
     rows = tokens.mask.nonzero().squeeze(1)  # the objective sees active tokens only
-    evaluation = evaluation_of(call, layout, rows, objective)
+    evaluation = evaluation_of(call, rows, objective)
     scores = _no_scores(tokens, head.statistics_dtype, call.with_entropy)
     skip_zeros = run.compact and tokens.ids.device.type == "cpu"
     work = Work(
@@ -174,6 +162,7 @@ def run_objective(
     if call.scope == "token":
         chunks = even_chunks(len(rows), chunk_rows)
     elif call.scope == "sequence" and tokens.candidates is None:
+        layout = evaluation.layout
         counts = torch.bincount(layout.sequence_ids(rows.device)[rows], minlength=layout.num_sequences)
         chunks = sequence_chunks(counts.tolist(), chunk_rows)
     if needs.any() and chunks is not None:
@@ -194,9 +183,9 @@ def run_objective(
     return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
 
 
-def evaluation_of(call: CustomCall, layout: Layout, rows: Tensor, objective: Objective) -> Evaluation:
+def evaluation_of(call: CustomCall, rows: Tensor, objective: Objective) -> Evaluation:
     """The objective of a call, on its active tokens at `rows`."""
-    alternatives, scope = call.alternatives.sets, cast(Scope, call.scope)
+    layout, alternatives, scope = layout_of(call), call.alternatives.sets, cast(Scope, call.scope)
     of_alternatives = call.alternative_inputs
     return Evaluation(objective, call.inputs, layout, rows, scope, call.with_entropy, alternatives, of_alternatives)
 
@@ -361,9 +350,10 @@ def sequence_chunks(lengths: list[int], chunk_rows: int) -> tuple[slice, ...] | 
 
 
 def _choose_rows(
-    batch: TokenBatch, undecided: Tensor, matters: Tensor, layout: Layout, config: GRPOLossConfig, call: LossCall
+    batch: TokenBatch, undecided: Tensor, matters: Tensor, config: GRPOLossConfig, call: LossCall
 ) -> _Rows:
     if not call.run.compact:
+        layout = layout_of(call)
         everything = torch.arange(layout.num_tokens, device=batch.mask.device)
         lengths = [layout.shape[1]] * layout.num_sequences if layout.cu_seqlens is None else None
         return _Rows(everything, everything[:0], lengths)

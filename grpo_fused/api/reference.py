@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import DivergenceCall, LMHead, LossCall, LossInputs, TokensCall
+from grpo_fused.call.calls import DivergenceCall, LMHead, LossCall, LossInputs, TokensCall, layout_of
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout, active_tokens
@@ -22,11 +22,11 @@ from grpo_fused.engines.divergence import check_finite
 from grpo_fused.engines.products import ieee_products, rounded_bias
 
 
-def linear_logprobs(call: TokensCall, layout: Layout) -> LogprobOutput:
+def linear_logprobs(call: TokensCall) -> LogprobOutput:
     """Log-probs and entropies of a call from all logits at once, in fp32, from inputs as autocast rounds them."""
     head, token_ids, mask = call.lm_head, call.token_ids, call.mask
     check_call_states(call)
-    check_call_values(call, layout, head.vocab_size)
+    check_call_values(call, head.vocab_size)
     active = active_tokens(mask, token_ids)
     if (sets := call.candidates.sets) is None:
         logits = _logits(call.hidden_states, head, active)
@@ -37,7 +37,7 @@ def linear_logprobs(call: TokensCall, layout: Layout) -> LogprobOutput:
         logits = _logits(call.hidden_states, _with_rows(head, kept[rows].any(0)), active)
         logits = torch.where(kept.view(logits.shape), logits, -math.inf)
     alternatives = None if isinstance(call, LossCall) else call.alternatives.sets
-    return logprobs(logits, token_ids, mask, head.temperature, head.temperatures, layout, alternatives)
+    return logprobs(logits, token_ids, mask, head.temperature, head.temperatures, layout_of(call), alternatives)
 
 
 def _with_rows(head: LMHead, used: Tensor) -> LMHead:
@@ -75,7 +75,7 @@ def _logits(hidden: Tensor, head: LMHead, active: Tensor) -> Tensor:
         return logits
 
 
-def exact_kl(call: LossCall, layout: Layout) -> Tensor | None:
+def exact_kl(call: LossCall) -> Tensor | None:
     """KL(policy || reference) of each token in the layout of the call, differentiable; None without a reference."""
     if call.ref_hidden_states is None:
         return None
@@ -84,14 +84,14 @@ def exact_kl(call: LossCall, layout: Layout) -> Tensor | None:
         call.hidden_states, call.lm_head, mask, mask, "reverse_kl", 0.5, call.ref_hidden_states, call.ref_lm_head, None,
         None, call.needs, call.run,
     )  # fmt: skip
-    return _divergence(compared, layout)[0]
+    return _divergence(compared, layout_of(call))[0]
 
 
-def linear_divergence(call: DivergenceCall, layout: Layout) -> DivergenceOutput:
+def linear_divergence(call: DivergenceCall) -> DivergenceOutput:
     """The divergence of a policy from another head, from all logits of both at once."""
     check_call_states(call)
-    check_call_values(call, layout, call.lm_head.vocab_size)
-    divergences, entropies = _divergence(call, layout)
+    check_call_values(call, call.lm_head.vocab_size)
+    divergences, entropies = _divergence(call, layout_of(call))
     loss = (torch.where(call.mask != 0, call.weights.detach(), 0.0).to(divergences.dtype) * divergences).sum()
     return DivergenceOutput(loss, divergences.detach(), entropies.detach())
 

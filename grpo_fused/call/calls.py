@@ -16,6 +16,7 @@ from torch import Tensor
 
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.head_parts import widened
+from grpo_fused.call.layout import Layout
 
 C = TypeVar("C", bound="tuple[Any, ...]")
 L = TypeVar("L", bound="LinearCall")
@@ -326,6 +327,11 @@ LinearCall = LossCall | CustomCall | LogprobsCall | DivergenceCall
 """A call on hidden states and an lm head."""
 TokensCall = LossCall | CustomCall | LogprobsCall
 """One that ranks may share."""
+
+
+def layout_of(call: LinearCall) -> Layout:
+    """The layout of its tokens; only a loss has packed sequences."""
+    return Layout.of(call.token_ids, getattr(call, "cu_seqlens", None))
 
 
 def with_tensors(call: L, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> L:

@@ -21,6 +21,7 @@ from grpo_fused.call.calls import (
     LogprobsCall,
     LossCall,
     LossInputs,
+    layout_of,
     named,
 )
 from grpo_fused.call.candidates import CandidateSets, check_alternative_values, check_sets, check_values
@@ -394,9 +395,9 @@ def check_call_states(call: LinearCall) -> None:
             _refuse(name, "be finite", ~finite, active_tokens(call.mask, call.token_ids).reshape(-1))
 
 
-def check_call_values(call: LinearCall, layout: Layout, vocab_size: int) -> None:
+def check_call_values(call: LinearCall, vocab_size: int) -> None:
     """All other values: ids, mask and temperatures, what a loss reads, candidate sets and alternatives."""
-    ids, mask, logps = call.token_ids, call.mask, {}
+    layout, ids, mask, logps = layout_of(call), call.token_ids, call.mask, {}
     check_token_values(ids, mask, vocab_size, call.lm_head.temperatures, layout)
     if isinstance(call, LossCall):
         check_loss_values(call.inputs, layout)

@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import NO_GRADIENT, LinearCall, LMHead, Needs
+from grpo_fused.call.calls import NO_GRADIENT, LinearCall, LMHead, Needs, layout_of
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
-from grpo_fused.call.layout import Layout, active_tokens
+from grpo_fused.call.layout import active_tokens
 from grpo_fused.engines import products
 from grpo_fused.kernels.row_types import Coefficients, Statistics, Transform
 from grpo_fused.objective.batch import TokenBatch
@@ -70,14 +70,14 @@ class Tokens(NamedTuple):
     """whether all rows that are asked for are active, so that nothing has to be masked"""
 
     @classmethod
-    def of(cls, call: LinearCall, layout: Layout, vocab: VocabParallel | None = None) -> Tokens:
+    def of(cls, call: LinearCall, vocab: VocabParallel | None = None) -> Tokens:
         """The positions of a call."""
         head, ids = call.lm_head, call.token_ids.reshape(-1).to(torch.int64)
         return cls(
             hidden_states=flat_view(call.hidden_states),
             ids=ids if vocab is None else ids - vocab.first,
             mask=active_tokens(call.mask, call.token_ids).reshape(-1),
-            temperature=head.temperature if head.temperatures is None else layout.per_token(head.temperatures),
+            temperature=head.temperature if head.temperatures is None else layout_of(call).per_token(head.temperatures),
             vocab=vocab,
             candidates=call.candidates.sets,
             only_active=call.run.compact,

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused.call.calls import CustomCall, LinearCall, LogprobsGradientCall, LossCall, named
-from grpo_fused.call.layout import Layout
+from grpo_fused.call.calls import CustomCall, LinearCall, LogprobsGradientCall, LossCall, layout_of, named
 from grpo_fused.call.validation import check_call_states, check_call_values
 from grpo_fused.ranks.parallel import (
     ParallelGroups,
@@ -67,19 +66,20 @@ def contents_of(call: LinearCall | LogprobsGradientCall) -> dict[str, str]:
     return dict(sorted(sums.items(), key=lambda item: "mask" not in item[0]))
 
 
-def join(call: LinearCall | LogprobsGradientCall, layout: Layout) -> tuple[VocabParallel | None, TokenParallel | None]:
+def join(call: LinearCall | LogprobsGradientCall) -> tuple[VocabParallel | None, TokenParallel | None]:
     """The ranks with other slices of the head and those with other tokens, after the check that all make the same call.
 
     If this rank's tensors have invalid values, or the ranks differ, all ranks of both groups raise.
     """
     scored = call.forward if isinstance(call, LogprobsGradientCall) else call
+    layout = layout_of(scored)
     groups, vocab, tokens = ParallelGroups.decode(scored.run.groups), None, None
     failure = _attempt(check_call_states, scored) if scored is call else None
     vocab_size = scored.lm_head.vocab_size
 
     def check(size: int) -> None:
         if scored is call:  # else the forward pass has checked the values
-            check_call_values(scored, layout, size)
+            check_call_values(scored, size)
 
     if groups.vocab is None:
         failure = failure or _attempt(check, vocab_size)
