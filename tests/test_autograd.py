@@ -33,6 +33,7 @@ from grpo_fused.call.calls import (
     Needs,
     ObjectiveCall,
     Run,
+    Scores,
     TokenSets,
     attach,
     detach,
@@ -380,7 +381,10 @@ def _operator_calls():
     yield operators.linear_logprobs, scored._replace(hidden_states=h.bfloat16(), lm_head=narrow, with_dhidden=True)
     for score, others in ((scored, None), (with_others, flat_old)):
         yield operators.linear_logprobs, score
-        gradient = LogprobsGradientCall(score, old, None, flat_old, flat_old, others, old, None, others, needs)
+        nothing = old.new_empty(0)
+        scores = Scores(old, old.abs(), flat_old, flat_old, nothing if others is None else others, nothing)
+        gradient = LogprobsGradientCall(score, scores, old, None, others, needs)
+        yield operators.linear_logprobs_gradient, gradient._replace(scores=None, dalternative_logps=None)
         yield operators.linear_logprobs_gradient, gradient
     yield operators.grpo_objective, ObjectiveCall(old * 1.01, old.abs(), inputs, None, config)
     yield operators.selective_logprobs, logits

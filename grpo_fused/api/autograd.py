@@ -148,23 +148,22 @@ class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None, dalternatives: Tensor | None) -> Any:
-        logps, entropies, maxima, log_sums, alternative_logps, dhidden, *tensors = ctx.saved_tensors
-        call: LogprobsCall = attach(ctx.call, tensors)
+        saved, count = ctx.saved_tensors, len(Scores._fields)  # read once: checkpointing unpacks them a single time
+        scores = Scores(*saved[:count])
+        call: LogprobsCall = attach(ctx.call, saved[count:])
         if not call.with_entropy:  # torch.compile passes zeros for the empty placeholder
-            entropies, dentropies = None, None
+            dentropies = None
         if call.alternatives.sets is None:
-            alternative_logps, dalternatives = None, None
+            dalternatives = None
         if dlogps is None and dentropies is None and dalternatives is None:
             return None, None, None, None
         of_logps: Tensor | None = None
         if call.with_dhidden and dlogps is not None:
-            of_logps, dlogps = dhidden_of_logps(call, dhidden, dlogps), None
+            of_logps, dlogps = dhidden_of_logps(call, scores.dhidden, dlogps), None
             if dentropies is None:
                 return of_logps.to(call.hidden_states.dtype), None, None, None
         needs = Needs(*ctx.needs_input_grad[:3])
-        gradient_call = LogprobsGradientCall(
-            call, logps, entropies, maxima, log_sums, alternative_logps, dlogps, dentropies, dalternatives, needs
-        )
+        gradient_call = LogprobsGradientCall(call, scores, dlogps, dentropies, dalternatives, needs)
         add_to = _grad_to_add_to(ctx, dlogps, dentropies, dalternatives) if needs.need_weight else None
         if add_to is None:
             gradients = operators.HeadGradients(*operators.linear_logprobs_gradient(*flat(gradient_call)))

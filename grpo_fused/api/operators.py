@@ -191,10 +191,10 @@ def linear_logprobs_gradient(*values: Any) -> HeadGradients:
 
 def logprobs_gradient(call: LogprobsGradientCall, add_to: Tensor | None = None) -> HeadGradients:
     """See `linear_logprobs_gradient`; `add_to`: see `candidate_gradient`."""
-    scored, known = call.forward, None
-    if call.logps is not None and call.maxima is not None and call.log_sums is not None:
-        entropy = None if call.entropies is None else call.entropies.reshape(-1)
-        known = Statistics(call.maxima, call.log_sums, call.logps.reshape(-1), entropy)
+    scored, scores, known = call.forward, call.scores, None
+    if scores is not None:
+        entropy = scores.entropies.reshape(-1) if scored.with_entropy else None
+        known = Statistics(scores.maxima, scores.log_sums, scores.logps.reshape(-1), entropy)
     with _shared(call) as (tokens, _):
         alternatives = _alternatives(scored, tokens)
         gradients = run_logprobs_gradient(_engine(scored, tokens), tokens, call, known, alternatives)

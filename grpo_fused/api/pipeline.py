@@ -246,12 +246,11 @@ def run_logprobs_gradient(
     if alternatives is None or call.dalternative_logps is None:
         found = Coefficients(scores or _no_scores(tokens, dlogp.dtype, dentropy is not None), dlogp, dentropy)
     else:
-        logps = call.alternative_logps
         assert scores is not None  # only calls without alternatives come without scores
-        assert logps is not None
+        assert call.scores is not None
         active = tokens.undecided[alternatives.sets.positions]
         dlogps, _ = clean_coefficients(active, call.dalternative_logps, None, dlogp.dtype)
-        found = alternatives.coefficients(rows, scores, cut(logps, dlogp, dentropy, dlogps))
+        found = alternatives.coefficients(rows, scores, cut(call.scores.alternative_logps, dlogp, dentropy, dlogps))
     return _gradient_of_scored(engine, work, scores, None, found, run.compact)
 
 

@@ -311,12 +311,8 @@ class LogprobsGradientCall(NamedTuple):
     """Gradients of log-probs and entropies."""
 
     forward: LogprobsCall
-    logps: Tensor | None
-    """this and the next four: the `Scores` of the forward pass, or None to compute them again"""
-    entropies: Tensor | None
-    maxima: Tensor | None
-    log_sums: Tensor | None
-    alternative_logps: Tensor | None
+    scores: Scores | None
+    """those of the forward pass, or None to compute them again"""
     dlogps: Tensor | None
     dentropies: Tensor | None
     dalternative_logps: Tensor | None
@@ -386,6 +382,7 @@ class LogitsGradientCall(NamedTuple):
 
 
 _NO_HEAD: Any = LMHead(*[None] * len(LMHead._fields))  # type: ignore[arg-type]
+_NO_SCORES: Any = Scores(*[None] * len(Scores._fields))  # type: ignore[arg-type]
 
 
 def named(call: Any) -> list[tuple[str, Any]]:
@@ -394,6 +391,8 @@ def named(call: Any) -> list[tuple[str, Any]]:
     for name, value in zip(call._fields, call, strict=True):
         if value is None and name.endswith("lm_head"):
             value = _NO_HEAD
+        elif value is None and name == "scores":
+            value = _NO_SCORES
         if isinstance(value, tuple):
             pairs += [(_argument(name, field), x) for field, x in named(value)]
         else:

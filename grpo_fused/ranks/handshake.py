@@ -39,7 +39,7 @@ _OWN = {*_OF_RANK, *(f"other_{name}" for name in _OF_RANK), "max_scratch_bytes",
 """fields that may differ between ranks"""
 _COEFFICIENTS = {"dlogps", "dentropies", "dalternative_logps"}
 """tensors that must be 0 at the same positions on all ranks: this decides which rows a rank computes"""
-_SCORES = {"logps", "entropies", "maxima", "log_sums", "alternative_logps"}
+_SCORES = {"logps", "entropies", "maxima", "log_sums", "alternative_logps", "dhidden"}
 """results of an operator whose inputs were compared already"""
 
 

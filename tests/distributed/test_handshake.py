@@ -14,7 +14,7 @@ def call(ids=IDS, mask=MASK, compact=True, **coefficients):
     hidden, weight = torch.zeros(2, 3, 8), torch.zeros(10, 8)
     given = {"dlogps": None, "dentropies": None, "dalternative_logps": None, **coefficients}
     forward = LogprobsCall(hidden, LMHead(weight), ids, mask, TokenSets(), False, Run("chunked", None, compact))
-    return LogprobsGradientCall(forward, *[None] * 5, **given, needs=Needs(True, True, False))
+    return LogprobsGradientCall(forward, None, **given, needs=Needs(True, True, False))
 
 
 def contents(**changes):

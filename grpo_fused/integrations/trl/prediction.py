@@ -148,7 +148,7 @@ class PredictedLogprobs(torch.autograd.Function):
             ctx.counts.recomputed += 1
             with whole(weight, bias):  # under DeepSpeed ZeRO-3, as TRL does in its own backward
                 dhidden, dweight, dbias = operators.linear_logprobs_gradient(
-                    *flat(LogprobsGradientCall(call, *(None,) * 5, dlogps, dentropies, None, needs))
+                    *flat(LogprobsGradientCall(call, None, dlogps, dentropies, None, needs))
                 )
         else:
             ctx.counts.fused += 1
