@@ -71,15 +71,12 @@ def rollout_rejection(
     check_choice(estimator, "estimator", Estimator)
     smallest, largest = _rejection_bounds(level, estimator, low, high)
 
-    def kept(tokens: Tokens) -> Tensor:
+    def loss(tokens: Tokens) -> Tensor:
         d = _difference(tokens, policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         divergence = {"k1": -d, "k2": 0.5 * d.square(), "k3": d.exp() - 1.0 - d}[estimator]
         if level != "token":
             divergence = tokens.groups.reduce(divergence, _reduction(level))
-        return (divergence >= smallest) & (divergence <= largest)
-
-    def loss(tokens: Tokens) -> Tensor:
-        return call_part(objective, tokens) * kept(tokens)
+        return call_part(objective, tokens) * ((divergence >= smallest) & (divergence <= largest))
 
     name = described(f"rollout_rejection({name_of(objective)})", level=level, estimator=estimator, low=low, high=high)
     return _around(name, loss, objective, level, policy)
