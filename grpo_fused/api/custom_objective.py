@@ -116,7 +116,7 @@ def fused_linear_objective(
         if scope == "token" and cu_seqlens is None:
             check.check_token_ids(token_ids, "token_ids")
         else:
-            check.check_ids(token_ids, cu_seqlens, "token_ids")
+            check.check_tokens(token_ids, "token_ids", check.INTEGER, cu_seqlens)
         layout = Layout.of(token_ids, cu_seqlens)
         hidden_states, lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
         check.check_objective_inputs(token_inputs, layout)

@@ -52,7 +52,7 @@ def grpo_loss(
     Raises:
         ValueError, TypeError, RuntimeError: as `fused_linear_grpo_loss`; ValueError if required entropies are missing.
     """
-    check.check_logps(per_token_logps, cu_seqlens)
+    check.check_tokens(per_token_logps, "per_token_logps", check.FLOAT, cu_seqlens)
     layout = Layout.of(per_token_logps, cu_seqlens)
     device = per_token_logps.device
     check.check_mask(completion_mask, per_token_logps)

@@ -102,7 +102,7 @@ def fused_linear_grpo_loss(
     Source: GRPO, DeepSeekMath (arXiv 2402.03300); options and defaults as in TRL 1.16's `GRPOTrainer`.
     """
     with checking("fused_linear_grpo_loss", head, with_tokens=True):
-        check.check_ids(completion_ids, cu_seqlens)
+        check.check_tokens(completion_ids, "completion_ids", check.INTEGER, cu_seqlens)
         layout = Layout.of(completion_ids, cu_seqlens)
         hidden_states, lm_head, candidates, run = head_of(
             hidden_states, lm_head_weight, completion_ids, completion_mask, layout, head,

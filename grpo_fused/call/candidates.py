@@ -208,8 +208,7 @@ def check_alternative_values(
         return
     limited = positions[within.sizes[positions] > 0]
     asked, allowed = alternatives.select(limited), within.select(limited)
-    keys = asked.positions * vocab_size + asked.ids
-    strange = int((~torch.isin(keys, allowed.positions * vocab_size + allowed.ids)).sum())
+    strange = int((~torch.isin(asked.keys(vocab_size), allowed.keys(vocab_size))).sum())
     if strange:
         raise ValueError(f"an alternative must be in the candidate set of its token; got {strange} that are not")
 

@@ -41,28 +41,22 @@ Size = int | str
 """A number of elements, or a letter for any number."""
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """Allowed dtypes, as a part of the error text and as a function."""
 
     must: str
     allows: Callable[[torch.dtype], bool]
 
 
-ANY = _Kind("", lambda dtype: True)
-FLOAT = _Kind("be fp16, bf16, fp32 or fp64", lambda dtype: dtype in FLOATS)
-INTEGER = _Kind(
+ANY = Kind("", lambda dtype: True)
+FLOAT = Kind("be fp16, bf16, fp32 or fp64", lambda dtype: dtype in FLOATS)
+INTEGER = Kind(
     "have an integer dtype", lambda dtype: not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 )
-_BYTE = _Kind("be int8 or float8_e4m3fn (uint8 needs codes)", lambda dtype: dtype in BYTES)
-_HALVES = _Kind("be uint8, two numbers a byte, where there are codes", lambda dtype: dtype == torch.uint8)
-OFFSET = _Kind("be int32 or int64", lambda dtype: dtype in (torch.int32, torch.int64))
-ZERO_OR_ONE = _Kind("be bool, integer or floating point 0/1", lambda dtype: not dtype.is_complex)
-
-
-def check_ids(token_ids: Tensor, cu_seqlens: Tensor | None, name: str = "completion_ids") -> None:
-    """`token_ids` is [B, T], or [N] with `cu_seqlens` [S + 1]."""
-    check_tensor(token_ids, name, INTEGER)
-    _check_packing(token_ids, cu_seqlens, name)
+_BYTE = Kind("be int8 or float8_e4m3fn (uint8 needs codes)", lambda dtype: dtype in BYTES)
+_HALVES = Kind("be uint8, two numbers a byte, where there are codes", lambda dtype: dtype == torch.uint8)
+OFFSET = Kind("be int32 or int64", lambda dtype: dtype in (torch.int32, torch.int64))
+ZERO_OR_ONE = Kind("be bool, integer or floating point 0/1", lambda dtype: not dtype.is_complex)
 
 
 def check_token_ids(token_ids: Tensor, name: str) -> None:
@@ -70,10 +64,18 @@ def check_token_ids(token_ids: Tensor, name: str) -> None:
     check_tensor(token_ids, name, INTEGER, ("B", "T"), ("N",))
 
 
-def check_logps(per_token_logps: Tensor, cu_seqlens: Tensor | None, name: str = "per_token_logps") -> None:
-    """[B, T], or [N] with `cu_seqlens`."""
-    check_tensor(per_token_logps, name, FLOAT)
-    _check_packing(per_token_logps, cu_seqlens, name)
+def check_tokens(x: Tensor, name: str, kind: Kind, cu_seqlens: Tensor | None) -> None:
+    """[B, T], or [N] with `cu_seqlens` [S + 1]."""
+    check_tensor(x, name, kind)
+    if x.dim() != (2 if cu_seqlens is None else 1):
+        packing = "without cu_seqlens" if cu_seqlens is None else "with cu_seqlens"
+        raise ValueError(
+            f"{name} must be [B, T], or packed [N] together with cu_seqlens; got {tuple(x.shape)} {packing}"
+        )
+    if cu_seqlens is not None:
+        check_tensor(cu_seqlens, "cu_seqlens", OFFSET, ("S + 1",))
+        if cu_seqlens.shape[0] < 1:
+            raise ValueError("cu_seqlens must hold at least one offset, 0; got none")
 
 
 def check_entropies(entropies: Tensor | None, layout: Layout, config: GRPOLossConfig) -> None:
@@ -444,7 +446,7 @@ def check_rollout_values(old_per_token_logps: Tensor, mask: Tensor | None, layou
         _refuse_no_logps("old_per_token_logps", old_per_token_logps, active)
 
 
-def check_tensor(x: Any, name: str, kind: _Kind, *shapes: tuple[Size, ...], beside: str = "") -> None:
+def check_tensor(x: Any, name: str, kind: Kind, *shapes: tuple[Size, ...], beside: str = "") -> None:
     """A tensor of a dtype of the kind and, if any are given, of one of the shapes: numbers, or letters for any."""
     if not isinstance(x, Tensor):
         fields = getattr(x, "_fields", ())
@@ -466,19 +468,6 @@ def _check_shape(got: torch.Size, name: str, *shapes: tuple[Size, ...], beside: 
             return
     expected = " or ".join(str(shape).replace("'", "") for shape in shapes)
     raise ValueError(f"{name} must have shape {expected}{beside and f' to go with {beside}'}; got {tuple(got)}")
-
-
-def _check_packing(x: Tensor, cu_seqlens: Tensor | None, name: str) -> None:
-    """[B, T], or [N] with `cu_seqlens` [S + 1]."""
-    if x.dim() != (2 if cu_seqlens is None else 1):
-        packing = "without cu_seqlens" if cu_seqlens is None else "with cu_seqlens"
-        raise ValueError(
-            f"{name} must be [B, T], or packed [N] together with cu_seqlens; got {tuple(x.shape)} {packing}"
-        )
-    if cu_seqlens is not None:
-        check_tensor(cu_seqlens, "cu_seqlens", OFFSET, ("S + 1",))
-        if cu_seqlens.shape[0] < 1:
-            raise ValueError("cu_seqlens must hold at least one offset, 0; got none")
 
 
 def _spreadable(layout: Layout) -> list[tuple[Size, ...]]:

@@ -76,7 +76,7 @@ def importance_sampling_correction(
     Efficient RL Framework Secretly Brings You Off-Policy RL Training"; masking: IcePop.
     """
     old, sampling = "old_per_token_logps", "sampling_per_token_logps"
-    check.check_logps(old_per_token_logps, cu_seqlens, old)
+    check.check_tokens(old_per_token_logps, old, check.FLOAT, cu_seqlens)
     check.check_tensor(sampling_per_token_logps, sampling, check.FLOAT, tuple(old_per_token_logps.shape))
     check.check_mask(mask, old_per_token_logps, "mask")
     given = {old: old_per_token_logps, sampling: sampling_per_token_logps, "mask": mask, "cu_seqlens": cu_seqlens}

@@ -57,8 +57,7 @@ def token_weights(
     """
     check_choice(aggregation, "aggregation", Aggregation)
     config = GRPOLossConfig(loss_type=aggregation, max_completion_length=max_completion_length)
-    check.check_tensor(mask, "mask", check.ZERO_OR_ONE)
-    check.check_ids(mask.to(torch.int64), cu_seqlens, "mask")
+    check.check_tokens(mask, "mask", check.ZERO_OR_ONE, cu_seqlens)
     check.check_one_device(mask=mask, cu_seqlens=cu_seqlens)
     layout = Layout.of(mask, cu_seqlens)
     check.check_token_values(torch.zeros_like(mask, dtype=torch.int64), mask, 1, None, layout)

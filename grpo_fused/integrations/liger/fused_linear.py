@@ -144,7 +144,7 @@ class FusedLinearGRPOLoss(torch.nn.Module):
                 if value is not None:
                     warn_ignored(name, "use_ref_model=False does not read it")
             ref_per_token_logps = ref_input = None
-        check.check_ids(selected_token_ids, None, "selected_token_ids")
+        check.check_tokens(selected_token_ids, "selected_token_ids", check.INTEGER, None)
         check.check_mask(attention_mask, selected_token_ids, "attention_mask")
         ref = ref_per_token_logps
         if ref is not None and ref_input is not None:

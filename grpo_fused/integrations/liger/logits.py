@@ -95,7 +95,7 @@ def grpo_loss_from_logits(
 
     Source: liger-kernel 0.8.5, `liger_kernel/transformers/grpo_loss.py`, for the interface.
     """
-    check.check_ids(completion_ids, None)
+    check.check_tokens(completion_ids, "completion_ids", check.INTEGER, None)
     check.check_mask(completion_mask, completion_ids)
     B, L = completion_ids.shape
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != (B, L + 1):
