@@ -30,7 +30,6 @@ from grpo_fused.call.calls import (
     with_tensors,
 )
 from grpo_fused.engines.base import Tokens
-from grpo_fused.objective.custom import Objective
 
 
 def first_order(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
@@ -62,8 +61,8 @@ _SECOND_ORDER = b"grpo_fused has no second derivatives: differentiate once, or u
 class LinearLoss(torch.autograd.Function):
     """(loss, logps, entropies, metrics, link); the gradients are made in the forward pass and scaled in the backward.
 
-    The loss is that of a `LossCall`, of a `CustomCall` and its objective, or of a `DivergenceCall`; log-probs are then
-    divergences. The link is an empty output, saved for `first_order`; a caller may change the other outputs in place.
+    The loss is that of a `LossCall`, of a `CustomCall`, or of a `DivergenceCall`; log-probs are then divergences. The
+    link is an empty output, saved for `first_order`; a caller may change the other outputs in place.
     """
 
     @staticmethod
@@ -73,12 +72,10 @@ class LinearLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         call: LossCall | CustomCall | DivergenceCall,
-        objective: Objective | None = None,
     ) -> Any:
         call = with_tensors(call, hidden_states, weight, bias)
         if isinstance(call, CustomCall):
-            assert objective is not None
-            result = operators.linear_objective(call, objective)
+            result = operators.linear_objective(call)
         elif isinstance(call, DivergenceCall):
             result = operators.LossResult(*operators.linear_divergence(*flat(call)))
         else:
@@ -103,7 +100,7 @@ class LinearLoss(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Any:
         if dloss is None:
-            return None, None, None, None, None
+            return None, None, None, None
         (_, dhidden, dweight, dbias, *tensors), (hidden_dtype, weight_dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
         if ctx.later and (weight_dtype is not None or bias_dtype is not None):
             call: CandidateGradientCall = attach(ctx.call, tensors)
@@ -121,7 +118,6 @@ class LinearLoss(torch.autograd.Function):
             None if hidden_dtype is None else (dhidden * dloss).to(hidden_dtype),
             None if weight_dtype is None else dweight,
             None if bias_dtype is None else dbias.to(bias_dtype),
-            None,
             None,
         )
 

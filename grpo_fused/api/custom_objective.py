@@ -125,8 +125,9 @@ def fused_linear_objective(
             raise ValueError(f"ranks with other tokens must have an objective of scope 'token'; got {scope!r}")
         needs = needs_of(hidden_states, lm_head.weight, lm_head.bias)
         call = CustomCall(
-            hidden_states, lm_head, token_ids, mask, cu_seqlens, candidates, token_inputs, scope, with_entropy, needs,
-            run, torch.is_grad_enabled(), TokenSets.of(alternatives), dict(alternative_inputs or {}),
+            hidden_states, lm_head, token_ids, objective, mask, cu_seqlens, candidates, token_inputs, scope,
+            with_entropy, needs, run, torch.is_grad_enabled(), TokenSets.of(alternatives),
+            dict(alternative_inputs or {}),
         )  # fmt: skip
         check.check_devices(call)
 
@@ -136,7 +137,7 @@ def fused_linear_objective(
         entropies, of_alternatives = scores.entropies if with_entropy else None, scores.alternative_logps
         if alternatives is not None and of_alternatives is not None:
             of_alternatives = of_alternatives[alternatives.places(rows)].clamp(min=LOWEST_LOGP)
-        shares = evaluation_of(call, rows, objective).value(
+        shares = evaluation_of(call, rows).value(
             slice(0, len(rows)),
             scores.logps.reshape(-1)[rows].clamp(min=LOWEST_LOGP),
             None if entropies is None else entropies.reshape(-1)[rows],
@@ -144,5 +145,5 @@ def fused_linear_objective(
         )
         loss = shares.sum().to(scores.logps.dtype)
         return ObjectiveOutput(loss, scores.logps.detach(), None if entropies is None else entropies.detach())
-    loss, logps, entropies, _, _ = LinearLoss.apply(*tensors_of(call), call, objective)
+    loss, logps, entropies, _, _ = LinearLoss.apply(*tensors_of(call), call)
     return ObjectiveOutput(loss, logps, entropies if with_entropy else None)

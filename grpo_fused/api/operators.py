@@ -59,7 +59,6 @@ from grpo_fused.engines.products import ieee_products, product_dtype, rounded_bi
 from grpo_fused.engines.scratch import sparse_zeros_like
 from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.objective.batch import TokenBatch
-from grpo_fused.objective.custom import Objective
 from grpo_fused.objective.formulas import evaluate
 from grpo_fused.objective.metrics import compute_metrics, loss_metric_names, metric_names
 from grpo_fused.ranks.handshake import failing_together, join
@@ -153,10 +152,10 @@ def _(call: LossCall) -> LossResult:
     )
 
 
-def linear_objective(call: CustomCall, objective: Objective) -> LossResult:
+def linear_objective(call: CustomCall) -> LossResult:
     """The loss of a custom objective; not an operator, since an operator takes no function."""
     with _shared(call) as (tokens, ranks):
-        parts = run_objective(_engine(call, tokens), tokens, call, objective, _alternatives(call, tokens))
+        parts = run_objective(_engine(call, tokens), tokens, call, _alternatives(call, tokens))
         loss = parts.loss if ranks is None else ranks.add(parts.loss)
     return _loss_result(call, parts._replace(loss=loss.to(parts.logps.dtype)))
 

@@ -37,7 +37,7 @@ from grpo_fused.engines.divergence import DivergenceEngine, check_finite
 from grpo_fused.engines.products import rounded_bias
 from grpo_fused.kernels.row_types import Coefficients, Statistics
 from grpo_fused.objective.batch import LOWEST_LOGP, TokenBatch
-from grpo_fused.objective.custom import Evaluation, Objective, Scope, check_no_other_gradient
+from grpo_fused.objective.custom import Evaluation, Scope, check_no_other_gradient
 from grpo_fused.objective.formulas import evaluate
 from grpo_fused.objective.metrics import compute_metrics
 from grpo_fused.ranks.parallel import TokenParallel
@@ -126,13 +126,11 @@ def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParalle
     return LossParts(result.loss, scores.logp, scores.entropy, gradients, metrics)
 
 
-def run_objective(
-    engine: Engine, tokens: Tokens, call: CustomCall, objective: Objective, alternatives: Alternatives | None = None
-) -> LossParts:
+def run_objective(engine: Engine, tokens: Tokens, call: CustomCall, alternatives: Alternatives | None) -> LossParts:
     """Loss (0-d fp64), scores and gradients of a custom objective."""
     head, run, needs = _head(call), call.run, call.needs
     rows = tokens.mask.nonzero().squeeze(1)  # the objective sees active tokens only
-    evaluation = evaluation_of(call, rows, objective)
+    evaluation = evaluation_of(call, rows)
     scores = _no_scores(tokens, head.statistics_dtype, call.with_entropy)
     skip_zeros = run.compact and tokens.ids.device.type == "cpu"
     work = Work(
@@ -183,11 +181,12 @@ def run_objective(
     return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
 
 
-def evaluation_of(call: CustomCall, rows: Tensor, objective: Objective) -> Evaluation:
+def evaluation_of(call: CustomCall, rows: Tensor) -> Evaluation:
     """The objective of a call, on its active tokens at `rows`."""
     layout, alternatives, scope = layout_of(call), call.alternatives.sets, cast(Scope, call.scope)
-    of_alternatives = call.alternative_inputs
-    return Evaluation(objective, call.inputs, layout, rows, scope, call.with_entropy, alternatives, of_alternatives)
+    return Evaluation(
+        call.objective, call.inputs, layout, rows, scope, call.with_entropy, alternatives, call.alternative_inputs
+    )
 
 
 def run_divergence(call: DivergenceCall, tokens: Tokens) -> LossParts:

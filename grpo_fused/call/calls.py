@@ -6,7 +6,7 @@ has mappings of tensors too. Its fields, in order, define the schema of an opera
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
@@ -245,6 +245,7 @@ class CustomCall(NamedTuple):
     hidden_states: Tensor
     lm_head: LMHead
     token_ids: Tensor
+    objective: Callable[..., Tensor]
     mask: Tensor | None
     cu_seqlens: Tensor | None
     candidates: TokenSets
