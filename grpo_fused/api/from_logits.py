@@ -73,7 +73,7 @@ def grpo_loss(
         check.check_loss_values(inputs, layout, entropies)
         dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
         wide = None if entropies is None else entropies.to(dtype)
-        return reference.grpo_loss(per_token_logps.to(dtype), wide, inputs, layout, config)
+        return reference.grpo_loss(per_token_logps.to(dtype), wide, call)
     loss, logps, entropies_out, metrics, _ = GRPOObjective.apply(per_token_logps, entropies, call)
     names = metric_names(config, with_kl=ref_per_token_logps is not None, with_entropy=entropies is not None)
     return GRPOLossOutput(
@@ -119,9 +119,7 @@ def selective_logprobs(
     call = LogitsCall(logits, token_ids, mask, temperatures, number, with_entropy)
     check.check_devices(call)
     if engines.choose_from_logits(impl) == "reference":
-        check.check_token_values(token_ids, mask, logits.shape[-1], temperatures, layout)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        scores = reference.logprobs(logits.to(dtype), token_ids, mask, number, temperatures, layout)
+        scores = reference.selective_logprobs(call)
         return scores if with_entropy else scores._replace(entropies=None)
     logps, entropies = SelectiveLogprobs.apply(logits, call)
     return LogprobOutput(logps, entropies if with_entropy else None)

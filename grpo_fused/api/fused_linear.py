@@ -139,8 +139,7 @@ def fused_linear_grpo_loss(
 
     if run.engine == "reference":
         scores = reference.linear_logprobs(call)
-        kl = reference.exact_kl(call)
-        out = reference.grpo_loss(scores.logps, scores.entropies, inputs, layout, config, kl)
+        out = reference.grpo_loss(scores.logps, scores.entropies, call, reference.exact_kl(call))
         # autograd goes through every position, and computes only the gradients that are required
         worked = completion_ids.numel() if out.loss.requires_grad else 0
         return out._replace(metrics={"gradient_tokens": torch.full_like(out.loss, worked), **out.metrics})

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import DivergenceCall, LMHead, LossCall, LossInputs, TokensCall, layout_of
+from grpo_fused.call.calls import DivergenceCall, LMHead, LogitsCall, LossCall, ObjectiveCall, TokensCall, layout_of
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.call.outputs import DivergenceOutput, GRPOLossOutput, LogprobOutput
-from grpo_fused.call.validation import check_call_states, check_call_values
+from grpo_fused.call.validation import check_call_states, check_call_values, check_token_values
 from grpo_fused.engines.divergence import check_finite
 from grpo_fused.engines.products import ieee_products, rounded_bias
 
@@ -37,7 +37,15 @@ def linear_logprobs(call: TokensCall) -> LogprobOutput:
         logits = _logits(call.hidden_states, _with_rows(head, kept[rows].any(0)), active)
         logits = torch.where(kept.view(logits.shape), logits, -math.inf)
     alternatives = None if isinstance(call, LossCall) else call.alternatives.sets
-    return logprobs(logits, token_ids, mask, head.temperature, head.temperatures, layout_of(call), alternatives)
+    return _logprobs(_at_temperature(logits, active, head, layout_of(call)), token_ids, active, alternatives)
+
+
+def selective_logprobs(call: LogitsCall) -> LogprobOutput:
+    """Log-probs and entropies of a call from its logits, in at least fp32."""
+    layout, active = Layout.of(call.token_ids), active_tokens(call.mask, call.token_ids)
+    check_token_values(call.token_ids, call.mask, call.logits.shape[-1], call.temperatures, layout)
+    logits = call.logits.to(torch.promote_types(call.logits.dtype, torch.float32))
+    return _logprobs(_at_temperature(logits, active, call, layout), call.token_ids, active, None)
 
 
 def _with_rows(head: LMHead, used: Tensor) -> LMHead:
@@ -99,13 +107,12 @@ def linear_divergence(call: DivergenceCall) -> DivergenceOutput:
 def _divergence(call: DivergenceCall, layout: Layout) -> tuple[Tensor, Tensor]:
     """Divergences and entropies."""
     head, active, top_logprobs, ids = call.lm_head, call.mask != 0, call.other_logprobs, call.other_ids
-    how = active, head.temperature, head.temperatures, layout
-    log_p = _at_temperature(_logits(call.hidden_states, head, active), *how).log_softmax(-1)
+    log_p = _at_temperature(_logits(call.hidden_states, head, active), active, head, layout).log_softmax(-1)
     low = log_p.clamp(min=-1e4)
     entropies = -(low.exp() * low).sum(-1)
     if call.other_hidden_states is not None and call.other_lm_head is not None:
         other = _logits(call.other_hidden_states, call.other_lm_head, active).detach()
-        log_q = _at_temperature(other, *how).log_softmax(-1)
+        log_q = _at_temperature(other, active, head, layout).log_softmax(-1)
     else:
         assert top_logprobs is not None
         assert ids is not None
@@ -128,29 +135,17 @@ def _kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:
     return (low.exp() * (low - torch.where(log_a == -math.inf, low, log_b))).sum(-1)
 
 
-def _at_temperature(
-    logits: Tensor, active: Tensor, number: float, temperatures: Tensor | None, layout: Layout
-) -> Tensor:
+def _at_temperature(logits: Tensor, active: Tensor, of: LMHead | LogitsCall, layout: Layout) -> Tensor:
     """Logits divided by the temperature, 0 where not `active`."""
-    temperature: Tensor | float = number
-    if temperatures is not None:
-        temperature_of_token = layout.per_token(temperatures).view(layout.shape)
+    temperature: Tensor | float = of.temperature
+    if of.temperatures is not None:
+        temperature_of_token = layout.per_token(of.temperatures).view(layout.shape)
         temperature = torch.where(active, temperature_of_token.to(logits.dtype), 1.0).unsqueeze(-1)
     return torch.where(active.unsqueeze(-1), logits, 0.0) / temperature
 
 
-def logprobs(
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    number: float,
-    temperatures: Tensor | None,
-    layout: Layout,
-    alternatives: CandidateSets | None = None,
-) -> LogprobOutput:
+def _logprobs(logits: Tensor, token_ids: Tensor, active: Tensor, alternatives: CandidateSets | None) -> LogprobOutput:
     """Log-probs and entropies of `token_ids` ([...]) under `logits` ([..., V]) in the dtype of the logits."""
-    active = active_tokens(mask, token_ids)
-    logits = _at_temperature(logits, active, number, temperatures, layout)
     at = logits.argmax(-1, keepdim=True)
     maximum = logits.gather(-1, at)
     possible = logits != -math.inf  # 0 * (-inf) counts 0 in value and gradient
@@ -208,14 +203,10 @@ class TokenLosses(NamedTuple):
 
 
 def grpo_loss(
-    logps: Tensor,
-    entropies: Tensor | None,
-    inputs: LossInputs,
-    layout: Layout,
-    config: GRPOLossConfig,
-    kl: Tensor | None = None,
+    logps: Tensor, entropies: Tensor | None, call: LossCall | ObjectiveCall, kl: Tensor | None = None
 ) -> GRPOLossOutput:
     """The loss from log-probs, entropies and exact KL in the layout of the call; differentiable in all three."""
+    inputs, layout, config = call.inputs, Layout.of(logps, call.cu_seqlens), GRPOLossConfig.decode(call.config)
     sequence = layout.sequence_ids(logps.device)
     active = active_tokens(inputs.completion_mask, logps).reshape(-1)
 
