@@ -376,10 +376,9 @@ def _aggregate(losses: list[Tensor], num_items: Tensor | None, config: GRPOLossC
 def _clip_metrics(parts: list[TokenLosses], advantage_per_token: bool, config: GRPOLossConfig) -> dict[str, Tensor]:
     """TRL's metrics: means over active tokens, or over sequences for what has one value a sequence."""
     rule = config.kind.rule
-    a_sequence = config.importance_sampling_level == "sequence" or rule == "vespo"
 
     def mean(values: list[Tensor], empty: float = 0.0) -> Tensor:
-        if a_sequence and not advantage_per_token:
+        if config.has_one_value_a_sequence and not advantage_per_token:
             return torch.tensor([x[0].item() if len(x) else empty for x in values] or [0.0]).mean()
         return torch.cat(values or [torch.zeros(0)]).sum() / max(sum(map(len, values)), 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import ClassVar, Literal
 
@@ -92,8 +92,7 @@ class GRPOLossConfig:
         if self.dual_clip is not None and self.delta is not None:
             raise ValueError(f"dual_clip ({self.dual_clip}) and delta ({self.delta}) exclude each other; set one")
         self._check_loss_type_uses_options()
-        values = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        object.__setattr__(self, "_encoded", repr(values))
+        object.__setattr__(self, "_encoded", repr(asdict(self)))
 
     def __repr__(self) -> str:
         """The options that are not the defaults."""
@@ -119,7 +118,7 @@ class GRPOLossConfig:
     @lru_cache(maxsize=256)
     def decode(encoded: str) -> GRPOLossConfig:
         """The configuration whose `encoded` this is."""
-        return GRPOLossConfig(**dict(ast.literal_eval(encoded)))
+        return GRPOLossConfig(**ast.literal_eval(encoded))
 
     @property
     def epsilon_upper(self) -> float:

@@ -19,6 +19,7 @@ from grpo_fused.call.layout import Layout, offsets_of, values_are_checked
 from grpo_fused.objective.batch import LOWEST_LOGP
 
 Scope = Literal["token", "sequence", "batch"]
+"""Which tokens a token's loss depends on, from narrow to wide."""
 Objective = Callable[..., Tensor]
 
 

@@ -15,10 +15,8 @@ from grpo_fused.call import validation as check
 from grpo_fused.call.layout import Layout, offsets_of, segments, values_are_checked
 from grpo_fused.call.options import check_choice, check_number
 from grpo_fused.objective.batch import LOWEST_LOGP
+from grpo_fused.objective.custom import Scope
 from grpo_fused.objective.formulas import MAX_LOG_RATIO
-
-Scope = Literal["token", "sequence", "batch"]
-"""Which tokens a token's loss depends on, from narrow to wide."""
 
 Reduction = Literal["sum", "mean", "max"]
 
@@ -295,11 +293,6 @@ def scope_of(objective: LossFunction) -> Scope:
     return cast(Scope, scope)
 
 
-def widest(*scopes: Scope) -> Scope:
-    """The widest of the scopes."""
-    return max(scopes, key=get_args(Scope).index)
-
-
 def name_of(objective: LossFunction) -> str:
     """Its `__name__`, else its `repr`."""
     return getattr(objective, "__name__", repr(objective))
@@ -327,7 +320,7 @@ def made_of(
     needs: tuple[str, ...] = (),
 ) -> Objective:
     """An objective made of others: it reads their inputs, and has the widest of their scopes and `scope`."""
-    scope = widest(scope, *map(scope_of, parts))
+    scope = max(scope, *map(scope_of, parts), key=get_args(Scope).index)
     reads: list[Any] = [getattr(part, "reads", None) for part in parts]
     may_have = None if None in reads else tuple(frozenset(name for part in reads for name in part))
     needs = tuple(frozenset(needs).union(*(getattr(part, "needs", ()) for part in parts)))

@@ -187,7 +187,8 @@ def fipo(
     """
     low, high = check_clip(epsilon, epsilon_high)
     discount = 2.0 ** (-1.0 / check_number(half_life, "half_life", above=0.0))
-    for name, value in (("delta", delta), ("clip_range", clip_range), ("safety_threshold", safety_threshold)):
+    bounds = {"delta": delta, "clip_range": clip_range, "safety_threshold": safety_threshold}
+    for name, value in bounds.items():
         if value is not None:
             check_number(value, name, above=0.0)
 
@@ -208,14 +209,6 @@ def fipo(
         plain = -torch.minimum(capped * advantages, ratio.clamp(low, high) * advantages)
         return plain * influence(tokens, log_ratio.detach(), ratio.detach())
 
-    name = described(
-        "fipo",
-        epsilon=epsilon,
-        epsilon_high=epsilon_high,
-        delta=delta,
-        half_life=half_life,
-        clip_range=clip_range,
-        clip_high_only=clip_high_only,
-        safety_threshold=safety_threshold,
-    )
+    options = {"epsilon": epsilon, "epsilon_high": epsilon_high, "half_life": half_life}
+    name = described("fipo", **options, clip_high_only=clip_high_only, **bounds)
     return Objective(name, loss, scope="sequence", needs=("advantages", "old_per_token_logps"))
