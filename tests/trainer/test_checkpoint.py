@@ -510,6 +510,23 @@ def test_random_numbers_depend_on_the_seed_and_the_step(tmp_path: Path) -> None:
     assert first not in drawn(seed=1)
 
 
+def test_each_process_draws_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else two processes with the same prompt would sample the same completions."""
+
+    def collect() -> None:
+        raise ZeroDivisionError(torch.rand(()).item())
+
+    def drawn(process: int) -> float:
+        trainer = make(None)
+        monkeypatch.setattr(type(trainer.accelerator), "process_index", process)
+        monkeypatch.setattr(trainer, "collect", collect)
+        with pytest.raises(ZeroDivisionError) as raised:
+            trainer.step()
+        return raised.value.args[0]
+
+    assert drawn(0) == drawn(0) != drawn(1)
+
+
 def test_states_survive_json(tmp_path: Path) -> None:
     make(tmp_path, steps=1).train()
     newest = checkpoints(tmp_path)[-1]
