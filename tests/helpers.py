@@ -63,7 +63,8 @@ def covering_configs() -> list[GRPOLossConfig]:
         configs.append(make_config("grpo", importance_sampling_level=level, top_entropy_quantile=0.4, beta=0.1))
         configs.append(make_config("dapo", importance_sampling_level=level, entropy_coef=0.05))
     for loss_type in ("cispo", "sapo", "vespo", "gmpo"):
-        configs.append(make_config(loss_type, beta=0.1, kl_estimator="k2"))
+        bounds = {"epsilon": 0.1, "epsilon_high": 0.3} if loss_type == "gmpo" else {}
+        configs.append(make_config(loss_type, beta=0.1, kl_estimator="k2", **bounds))
         configs.append(make_config(loss_type, top_entropy_quantile=0.5, entropy_coef=0.02))
     for loss_type in ("cispo", "sapo", "vespo"):
         configs.append(make_config(loss_type, off_policy_mask_threshold=0.05))
