@@ -31,6 +31,7 @@ from grpo_fused.trainer import (
     GRPOTrainer,
     GRPOTrainerConfig,
     NonFiniteError,
+    Sampling,
     checkpointer,
 )
 from grpo_fused.trainer.checkpoint import checkpoints
@@ -493,17 +494,18 @@ def test_a_tokenizer_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch
 
 
 def test_random_numbers_depend_on_the_seed_and_the_step(tmp_path: Path) -> None:
-    """Those of torch, Python and NumPy, whatever was drawn before."""
+    """Those of torch, Python and NumPy, whatever was drawn before, and the seed of a rollout engine."""
 
     def drawn(**options: Any) -> list[list[float]]:
         seen: list[list[float]] = []
         trainer = make(None, steps=2, **options)
+        sample = trainer.sampler.sample
 
-        def draws(completions: list[str], **columns: Any) -> list[float]:
-            seen.append([torch.rand(()).item(), random.random(), np.random.rand()])
-            return count_ones(completions)
+        def draws(rows: Any, sampling: Sampling) -> Any:
+            seen.append([sampling.seed, torch.rand(()).item(), random.random(), np.random.rand()])
+            return sample(rows, sampling)
 
-        trainer.reward_functions["count_ones"] = draws
+        trainer.sampler.sample = draws  # type: ignore[method-assign]
         trainer.train()
         return seen
 
