@@ -240,9 +240,21 @@ def test_alternatives_are_those_of_the_whole_vocabulary(whole, impl, workers):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_divergence_is_that_of_the_whole_vocabulary(kind, dtype, workers):
     """A confident token too: its derivative at the maximum is minus the sum of all others, on any rank."""
-    tol = {torch.float64: 1e-10, torch.float32: 2e-5}[dtype]
     case = make_case(13, extras=False, lm_head_bias=torch.zeros(29, dtype=torch.float64))
     case.options["lm_head_bias"][20] = 15.0  # most tokens are nearly sure of it, on the second rank
+    assert_divergence_is_that_of_one_rank(workers, case, kind, dtype)
+
+
+def test_a_largest_logit_on_two_ranks(workers):
+    """Its derivative is minus the sum of all others on one of them."""
+    case = make_case(13, extras=False, lm_head_bias=torch.zeros(29, dtype=torch.float64))
+    case.lm_head_weight[3] = case.lm_head_weight[20]
+    case.options["lm_head_bias"][[3, 20]] = 15.0
+    assert_divergence_is_that_of_one_rank(workers, case, "reverse_kl", torch.float64)
+
+
+def assert_divergence_is_that_of_one_rank(workers, case, kind, dtype):
+    tol = {torch.float64: 1e-10, torch.float32: 2e-5}[dtype]
     g = torch.Generator().manual_seed(0)
     other = case.hidden_states + 0.1, case.lm_head_weight + 0.1 * torch.randn(29, 12, generator=g, dtype=torch.float64)
     options: dict = {"kind": kind, "weights": torch.randn(4, 7, generator=g, dtype=torch.float64)}
