@@ -100,6 +100,8 @@ class Problem:
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), keep.sum(1).cumsum(0)])
         packed = self.per_token(lambda x: x[keep])
         packed.options["cu_seqlens"] = offsets
+        if sets := self.options.get("candidates"):
+            packed.options["candidates"] = sets.select(keep.reshape(-1).nonzero().squeeze(1))
         if self.advantages.dim() == 1 and len(self.advantages) == int(offsets[-1]):
             packed.advantages = self.advantages.unsqueeze(1)  # [S] would look like one for each token
         return packed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from helpers import PRECISION, frobenius_error, make_case, make_config, with_sets
@@ -15,6 +17,7 @@ from grpo_fused import (
     fused_linear_objective,
     objectives,
 )
+from grpo_fused.call.calls import CustomCall, named
 from grpo_fused.engines import chunked, gradients
 
 ENGINES = ["chunked", "native", "triton"]
@@ -312,6 +315,35 @@ def test_an_objective_may_leave_out_entropies_or_log_probs():
     torch.testing.assert_close(logps_alone, gradient(lambda logps, entropies: -logps, False))
     both = gradient(lambda logps, entropies: entropies - logps, True)
     torch.testing.assert_close(gradient(lambda logps, entropies: entropies, True), both - logps_alone)
+
+
+class Clipped(NamedTuple):
+    """An objective that is a tuple, as a call and its parts are."""
+
+    bounds: tuple[float, float]
+
+    def __call__(self, logps, entropies, *, advantages, old, weights):
+        ratio = (logps - old).exp()
+        return -weights * torch.min(ratio * advantages, ratio.clamp(*self.bounds) * advantages)
+
+
+def test_an_objective_may_be_a_tuple():
+    case = make_case(7, dtype=torch.float32)
+    losses = [
+        fused_linear_objective(
+            case.hidden_states, case.lm_head_weight, case.completion_ids, objective, case.completion_mask,
+            inputs=inputs_of(case), with_entropy=False, impl="chunked",
+        ).loss
+        for objective in (Clipped((0.8, 1.2)), clipped)
+    ]  # fmt: skip
+    assert losses[0] == losses[1]
+
+
+def test_an_input_may_have_the_name_of_an_argument():
+    """It is an argument of the call, which ranks compare; the objective itself is none."""
+    nothing = CustomCall._make([None] * len(CustomCall._fields))
+    call = nothing._replace(objective=clipped, inputs={"objective": torch.ones(2)}, alternative_inputs={})
+    assert [x for name, x in named(call) if name == "objective"] == [call.inputs["objective"]]
 
 
 def test_under_autocast_checkpointing_and_compile():

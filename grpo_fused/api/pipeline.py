@@ -104,8 +104,7 @@ def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParalle
         result = objective.result
     else:
         # of a quantile's tokens few have a coefficient: to compute these again is less
-        may_be_early = not config.needs_batch and divergence is None
-        made = _score_first(engine, replace(work, only_logps=work.only_logps and may_be_early), scores)
+        made = _score_first(engine, work, scores, early=not config.needs_batch and divergence is None)
 
     logp, entropy = _of_all_ranks(scores, ranks)
     if divergence is not None:
@@ -272,9 +271,12 @@ def _score(engine: Engine, work: Work, scores: Statistics) -> None:
         _place(work.tokens.merged(work.rows, engine.score(work)), work, scores)
 
 
-def _score_first(engine: Engine, work: Work, scores: Statistics) -> Gradients | None:
-    """Score the rows of `work` into `scores`; if only dlogp/dh [N, H] will be needed, make that in the same pass."""
-    if work.needs != HIDDEN_ALONE or not work.only_logps:
+def _score_first(engine: Engine, work: Work, scores: Statistics, *, early: bool = True) -> Gradients | None:
+    """Score the rows of `work` into `scores`.
+
+    If only dlogp/dh [N, H] will be needed, it is made in the same pass, and returned, where `early` allows.
+    """
+    if not early or work.needs != HIDDEN_ALONE or not work.only_logps:
         _score(engine, work, scores)
         return None
     statistics, gradients = engine.fused(replace(

@@ -387,9 +387,14 @@ _NO_SCORES: Any = Scores(*[None] * len(Scores._fields))  # type: ignore[arg-type
 
 
 def named(call: Any) -> list[tuple[str, Any]]:
-    """Names and values of the fields of a call; an inner tuple or mapping gives its own in its place."""
+    """Names and values of the fields of a call; an inner tuple or mapping gives its own in its place.
+
+    The objective of a `CustomCall` is left out: it may be any callable.
+    """
     pairs: list[tuple[str, Any]] = []
     for name, value in zip(call._fields, call, strict=True):
+        if isinstance(call, CustomCall) and name == "objective":
+            continue
         if value is None and name.endswith("lm_head"):
             value = _NO_HEAD
         elif value is None and name == "scores":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import ClassVar, Literal
 
@@ -92,7 +92,7 @@ class GRPOLossConfig:
         if self.dual_clip is not None and self.delta is not None:
             raise ValueError(f"dual_clip ({self.dual_clip}) and delta ({self.delta}) exclude each other; set one")
         self._check_loss_type_uses_options()
-        object.__setattr__(self, "_encoded", repr(asdict(self)))
+        object.__setattr__(self, "_encoded", repr(vars(self)))
 
     def __repr__(self) -> str:
         """The options that are not the defaults."""

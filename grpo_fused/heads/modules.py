@@ -100,6 +100,8 @@ def head_parts(head: Any) -> HeadParts:
             f"on {weight.device}: gather a sharded one (ZeRO-3, FSDP) first, load an offloaded one (meta)"
         )
     bias = None if getattr(head, "bias", None) is None else _plain(head.bias, "bias", head)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"the bias of an lm head must be [{weight.shape[0]}]; got shape {tuple(bias.shape)}")
     return HeadParts(weight, bias)
 
 

@@ -320,7 +320,7 @@ def made_of(
     needs: tuple[str, ...] = (),
 ) -> Objective:
     """An objective made of others: it reads their inputs, and has the widest of their scopes and `scope`."""
-    scope = max(scope, *map(scope_of, parts), key=get_args(Scope).index)
+    scope = max([scope, *map(scope_of, parts)], key=get_args(Scope).index)
     reads: list[Any] = [getattr(part, "reads", None) for part in parts]
     may_have = None if None in reads else tuple(frozenset(name for part in reads for name in part))
     needs = tuple(frozenset(needs).union(*(getattr(part, "needs", ()) for part in parts)))

@@ -35,7 +35,7 @@ _NUMBERS = 3
 
 
 _OF_RANK = {"hidden_states", "lm_head_weight", "lm_head_bias", "base", "row_scale", "group_scale"}
-_OWN = {*_OF_RANK, *(f"other_{name}" for name in _OF_RANK), "max_scratch_bytes", "groups", "objective"}
+_OWN = {*_OF_RANK, *(f"other_{name}" for name in _OF_RANK), "max_scratch_bytes", "groups"}
 """fields that may differ between ranks"""
 _COEFFICIENTS = {"dlogps", "dentropies", "dalternative_logps"}
 """tensors that must be 0 at the same positions on all ranks: this decides which rows a rank computes"""

@@ -211,6 +211,13 @@ def test_weights_that_are_not_plain_are_refused() -> None:
             lm_head_inputs(model)
 
 
+def test_a_bias_of_another_size_is_refused() -> None:
+    model = LinearLM()
+    model.lm_head.bias = nn.Parameter(torch.zeros(41))
+    with pytest.raises(ValueError, match=r"the bias of an lm head must be \[40\]; got shape \(41,\)"):
+        lm_head_inputs(model, check=False)
+
+
 def test_an_unknown_adapter_is_refused_even_while_it_is_zero() -> None:
     model = LinearLM()
     model.lm_head.lora_B = nn.Parameter(torch.zeros(40, 2))
