@@ -10,7 +10,7 @@ Releases of torchtitan that are known: see `SUPPORTED`. Importing this with anot
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +55,6 @@ CAST_HEADS = tuple(f"{rl}.models.cast_linear.CastLinear.forward" for rl in RL)
 """Heads with logits in fp32, as ours are."""
 MAX_LOG_RATIO = 10.0
 """torchtitan's bound on the log-ratio, beyond which a token has no gradient."""
-
-_OwnMetrics = Callable[[Tensor, Tensor], dict[str, Tensor | float]]
-_PolicyLoss = tuple[Objective, dict[str, Any], _OwnMetrics]
-"""The terms of a policy loss, what they need beside advantages and sampler, and sums for metrics by ratio and mask."""
 
 
 class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
@@ -125,6 +121,8 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
             divisor = 1 if global_valid_tokens is None else global_valid_tokens
             out = self._through_head(pred, labels, lambda logps, entropies: -logps / divisor, labels != IGNORE_INDEX)
             return out.loss, {}
+        if type(self.loss_fn).__qualname__ == "ScoreCenteringLoss":
+            return self._score_centering(pred, labels, global_valid_tokens, **loss_inputs)
         return self._policy_loss(pred, labels, global_valid_tokens, **loss_inputs)
 
     def _policy_loss(
@@ -137,48 +135,43 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
         advantages: Tensor,
         loss_mask: Tensor,
         temperature: Tensor | None = None,
-        **top_k: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         divisor = 1 if valid_tokens is None else max(valid_tokens, 1)
-        mask = loss_mask & generator_logprobs.isfinite()
-        old = generator_logprobs.masked_fill(~mask, 0.0).float()
-        is_centered = type(self.loss_fn).__qualname__ == "ScoreCenteringLoss"
-        objective, options, own_metrics = (self._centered if is_centered else self._clipped)(divisor, **top_k)
-        inputs = {"advantages": advantages.float(), "sampling_per_token_logps": old}
-        if temperature is not None:
-            options["temperature"] = temperature.float()
-        out = self._through_head(hidden, labels, objective, mask, inputs=inputs, with_entropy=True, **options)
-        assert out.entropies is not None
-        difference, ratio = (out.per_token_logps - old) * mask, _ratio(out.per_token_logps, old)
-        per_token = {
-            "loss/ratio_mean": ratio,
-            "bit_wise/logprob_diff/mean": difference,
-            "bit_wise/ratio_tokens_different/mean": (difference.abs() > 1e-6).float(),
-            "trainer/entropy/mean": out.entropies,
-        }
-        sums = {name: (values * mask).sum() for name, values in per_token.items()} | own_metrics(ratio, mask)
-        metrics = {name: torch.as_tensor(x) / divisor for name, x in sums.items()}
-        metrics |= {"loss/mean": out.loss.detach(), "bit_wise/logprob_diff/max": difference.abs().max()}
-        return out.loss, metrics
-
-    def _clipped(self, divisor: Tensor | float) -> _PolicyLoss:
         low, high = 1 - self.loss_fn.ratio_clip_low, 1 + self.loss_fn.ratio_clip_high
+        mask = loss_mask & generator_logprobs.isfinite()
 
-        def objective(logps: Tensor, entropies: Tensor, sampling_per_token_logps: Tensor, advantages: Tensor) -> Tensor:
-            ratio = _ratio(logps, sampling_per_token_logps)
+        def objective(logps: Tensor, entropies: Tensor, generator_logprobs: Tensor, advantages: Tensor) -> Tensor:
+            ratio = _ratio(logps, generator_logprobs)
             return -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages) / divisor
 
-        def metrics(ratio: Tensor, mask: Tensor) -> dict[str, Tensor | float]:
-            clipped = ((ratio - ratio.clamp(low, high)).abs() > 1e-6).float()
-            return {"loss/ratio_clipped_frac": (clipped * mask).sum()}
+        old = generator_logprobs.masked_fill(~mask, 0.0).float()
+        inputs = {"generator_logprobs": old, "advantages": advantages.float()}
+        out = self._through_head(
+            hidden, labels, objective, mask, inputs=inputs, with_entropy=True, **_sampled_at(temperature)
+        )
+        ratio = _ratio(out.per_token_logps, old)
+        clipped = ((ratio - ratio.clamp(low, high)).abs() > 1e-6).float()
+        return out.loss, _metrics(out, old, mask, divisor) | {
+            "loss/ratio_clipped_frac": (clipped * mask).sum() / divisor
+        }
 
-        return objective, {}, metrics
-
-    def _centered(
-        self, divisor: Tensor | float, *, generator_topk_token_ids: Tensor, generator_topk_logprobs: Tensor
-    ) -> _PolicyLoss:
-        cap, K = self.loss_fn.max_ratio, generator_topk_token_ids.shape[-1]
+    def _score_centering(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        valid_tokens: Tensor | float | None,
+        *,
+        generator_logprobs: Tensor,
+        advantages: Tensor,
+        loss_mask: Tensor,
+        generator_topk_token_ids: Tensor,
+        generator_topk_logprobs: Tensor,
+        temperature: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        divisor, cap = 1 if valid_tokens is None else max(valid_tokens, 1), self.loss_fn.max_ratio
         centered = score_centered_reinforce("top_k") if cap is None else score_centered_tis("top_k", cap)
+        mask, K = loss_mask & generator_logprobs.isfinite(), generator_topk_token_ids.shape[-1]
+        old = generator_logprobs.masked_fill(~mask, 0.0).float()
         sums: dict[str, Tensor | float] = dict.fromkeys(
             ("generator_head_mass", "trainer_head_mass", "coefficient_l1"), 0.0
         )
@@ -191,21 +184,26 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
             parts = {"generator_head_mass": q_head, "trainer_head_mass": p_head}
             for name, x in {**parts, "coefficient_l1": (weighted - alpha.unsqueeze(-1) * p).abs()}.items():
                 sums[name] = sums[name] + x.sum()
-            weights = torch.ones_like(logps) / divisor
-            return centered(logps, entropies, alternative_logps=alternative_logps, weights=weights, **inputs)
+            return centered(logps, entropies, alternative_logps=alternative_logps, **inputs)
 
-        def metrics(ratio: Tensor, mask: Tensor) -> dict[str, Tensor | float]:
-            found = {f"score_centering/{name}/mean": x for name, x in sums.items()}
-            if cap is not None:
-                found["loss/ratio_truncated_frac"] = ((ratio > cap) & mask).float().sum()
-            return found
-
-        places = torch.arange(0, generator_topk_token_ids.numel() + 1, K, device=generator_topk_token_ids.device)
-        options = {
-            "alternatives": CandidateSets(generator_topk_token_ids.reshape(-1), places),
-            "alternative_inputs": {"sampling_alternative_logps": generator_topk_logprobs.float().reshape(-1)},
-        }
-        return objective, options, metrics
+        places = torch.arange(0, labels.numel() * K + 1, K, device=labels.device)
+        out = self._through_head(
+            hidden, labels, objective, mask, with_entropy=True, **_sampled_at(temperature),
+            inputs={
+                "advantages": advantages.float(), "sampling_per_token_logps": old,
+                "weights": torch.ones_like(old) / divisor,
+            },
+            alternatives=CandidateSets(generator_topk_token_ids.reshape(-1), places),
+            alternative_inputs={
+                "sampling_alternative_logps": generator_topk_logprobs.float().reshape(-1)
+            },
+        )  # fmt: skip
+        metrics = _metrics(out, old, mask, divisor)
+        metrics |= {f"score_centering/{name}/mean": torch.as_tensor(x) / divisor for name, x in sums.items()}
+        if cap is not None:
+            truncated = (_ratio(out.per_token_logps, old) > cap) & mask
+            metrics["loss/ratio_truncated_frac"] = truncated.float().sum() / divisor
+        return out.loss, metrics
 
     def _through_head(
         self,
@@ -243,6 +241,25 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
 
 def _ratio(logps: Tensor, generator_logprobs: Tensor) -> Tensor:
     return (logps - generator_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _sampled_at(temperature: Tensor | None) -> dict[str, Tensor]:
+    """The option of a temperature for each token."""
+    return {} if temperature is None else {"temperature": temperature.float()}
+
+
+def _metrics(out: ObjectiveOutput, old: Tensor, mask: Tensor, divisor: Tensor | float) -> dict[str, Tensor]:
+    """Those that all policy losses have."""
+    assert out.entropies is not None
+    difference = (out.per_token_logps - old) * mask
+    per_token = {
+        "loss/ratio_mean": _ratio(out.per_token_logps, old),
+        "bit_wise/logprob_diff/mean": difference,
+        "bit_wise/ratio_tokens_different/mean": (difference.abs() > 1e-6).float(),
+        "trainer/entropy/mean": out.entropies,
+    }
+    means = {name: (values * mask).sum() / divisor for name, values in per_token.items()}
+    return {"loss/mean": out.loss.detach(), **means, "bit_wise/logprob_diff/max": difference.abs().max()}
 
 
 def _traceable_objective(
