@@ -105,10 +105,8 @@ def draw_panel(axes: Axes, panel: Panel, lines: Lines) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     colors = {name: f"C{i}" for i, name in enumerate(name for name in panel.curves if name != "reward")}
-    drawn: list[tuple[float, float]] = []
     for name, label in panel.curves.items():
         points = [(line["step"] or 0, value) for line in lines if (value := line.get(name)) is not None]
-        drawn += points
         steps, values = [step for step, _ in points], [value for _, value in points]
         is_noisy = len(values) > 30
         smooth = moving_average(values, 9) if is_noisy else values
@@ -120,14 +118,11 @@ def draw_panel(axes: Axes, panel: Panel, lines: Lines) -> None:
     axes.set_ylabel(panel.unit, fontsize=9, color=MUTED)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
-    values = [0.0, *(value for _, value in drawn)]
-    if len({step for step, _ in drawn}) == 1:  # there is no curve to see: the numbers, on an axis from 0
-        for step, value in drawn:
-            axes.annotate(f"{value:.3g}", (step, value), (8, 0), textcoords="offset points", va="center", color=INK)
-        axes.set_ylim(1.25 * min(values), 1.25 * max(values) or 1)
-        axes.set_xlim(right=max(2 * max(step for step, _ in drawn), 1))
+    shown = [value for name in panel.curves for line in lines if (value := line.get(name)) is not None]
+    if max(sum(line.get(name) is not None for line in lines) for name in panel.curves) == 1:
+        _write_values(axes, panel, lines)
     if panel.unit.startswith("%") or all(name.startswith(HELD_OUT) for name in panel.curves):
-        axes.set_ylim(bottom=min(values))
+        axes.set_ylim(bottom=min(0, *shown, 0))
     if panel.unit.startswith("%"):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.grid(color=GRID, linewidth=0.8)
@@ -136,6 +131,18 @@ def draw_panel(axes: Axes, panel: Panel, lines: Lines) -> None:
     if len(panel.curves) > 1:
         below: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, -0.2), "ncols": 2}
         axes.legend(frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0, **below)
+
+
+def _write_values(axes: Axes, panel: Panel, lines: Lines) -> None:
+    """The numbers of a run of one step beside its points, on an axis from 0: there is no curve to see."""
+    points = [
+        (line["step"] or 0, value) for name in panel.curves for line in lines if (value := line.get(name)) is not None
+    ]
+    for step, value in points:
+        axes.annotate(f"{value:.3g}", (step, value), xytext=(8, 0), textcoords="offset points", va="center", color=INK)
+    values = [value for _, value in points]
+    axes.set_ylim(1.25 * min(0, *values, 0), 1.25 * max(0, *values, 0) or 1)
+    axes.set_xlim(right=max(2 * max(step for step, _ in points), 1))
 
 
 def moving_average(values: list[float], width: int) -> list[float]:
