@@ -26,13 +26,17 @@ class Patches:
             model(input_ids)
 
     Args:
-        replacements: All are known before the first is made. An instance's attribute hides that of its class.
+        replacements: All of them are made, or none. An instance's attribute hides that of its class.
     """
 
     def __init__(self, *replacements: Replacement) -> None:
         self._originals: list[Replacement] = []
-        for owner, name, value in replacements:
-            self.replace(owner, name, value)
+        try:
+            for owner, name, value in replacements:
+                self.replace(owner, name, value)
+        except BaseException:
+            self.undo()  # all of it or nothing
+            raise
 
     @property
     def names(self) -> list[str]:

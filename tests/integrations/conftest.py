@@ -17,8 +17,8 @@ def liger_triton():
 
 
 @pytest.fixture
-def nothing_said():
+def nothing_said(monkeypatch):
     """As in a new process, for warnings that are given once in a process."""
     from grpo_fused.integrations.liger import options
 
-    options.warn_ignored.cache_clear()
+    monkeypatch.setattr(options, "_said", set())

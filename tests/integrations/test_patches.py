@@ -46,6 +46,13 @@ def test_all_modules_of_a_package_that_import_a_function(monkeypatch):
     assert patches.names == []
 
 
+def test_all_or_none_are_replaced():
+    owner = module("toy", f=len)
+    with pytest.raises(TypeError):
+        Patches((owner, "f", sum), (3, "g", sum))
+    assert owner.f is len
+
+
 def test_replaced_twice():
     owner = module("toy", f=len)
     patches = Patches((owner, "f", sum), (owner, "f", min))

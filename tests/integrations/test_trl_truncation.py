@@ -236,7 +236,10 @@ def test_without_truncation_nothing_changes(folder, tmp_path):
     [
         ({"generation_kwargs": {"typical_p": 0.9}}, "generate also has typical_p"),
         ({"generation_kwargs": {"do_sample": False}}, "generate also has do_sample=False"),
-        ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "generate also has no_repeat_ngram_size"),
+        (
+            {"generation_kwargs": {"no_repeat_ngram_size": 2, "max_new_tokens": None}},
+            "generate also has no_repeat_ngram_size",
+        ),
         ({"repetition_penalty": 2.0}, "generate also has repetition_penalty=2.0"),
         ({"generation_kwargs": {"repetition_penalty": 2.0}}, "generate also has repetition_penalty=2.0"),
         ({"generation_kwargs": {"temperature": 0.5}}, "temperature of GRPOConfig, 1.0; generate samples at 0.5"),

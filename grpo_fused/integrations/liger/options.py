@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -63,10 +62,14 @@ def as_config(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> GRPOLo
     return GRPOLossConfig(**read)
 
 
-@functools.cache
 def warn_ignored(name: str, why: str) -> None:
     """Warn once in a process that an argument has no effect; Liger ignores it without a warning."""
-    warnings.warn(f"{name} is ignored, as in Liger: {why}", stacklevel=2)
+    if (name, why) not in _said:  # no functools.cache: torch.compile warns of one
+        _said.add((name, why))
+        warnings.warn(f"{name} is ignored, as in Liger: {why}", stacklevel=2)
+
+
+_said: set[tuple[str, str]] = set()
 
 
 def num_items(value: float | Tensor | None, mask: Tensor, config: GRPOLossConfig) -> float | Tensor | None:

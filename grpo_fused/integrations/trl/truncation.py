@@ -61,7 +61,7 @@ def sampling_of_vllm(parameters: Any, temperature: float) -> Sampling:
     changed = [name for name, x in options.items() if x != getattr(plain, name)]
     unknown = [f"{name}={options[name]}" for name in changed if name not in _KNOWN_VLLM]
     options["top_k"] = max(options["top_k"], 0)
-    return _sampling("vLLM", options, unknown, options["max_tokens"], temperature)
+    return _sampling("vLLM", options, unknown, "max_tokens", temperature)
 
 
 def sampling_of(config: GenerationConfig, model_config: GenerationConfig, temperature: float) -> Sampling:
@@ -77,12 +77,13 @@ def sampling_of(config: GenerationConfig, model_config: GenerationConfig, temper
     unknown = sorted(f"{name}={x}" for name, x in changed if name not in _KNOWN and x != _OFF.get(name))
     if not unknown and not options.get("do_sample"):
         unknown = ["do_sample=False"]
-    return _sampling("generate", options, unknown, options["max_new_tokens"], temperature)
+    return _sampling("generate", options, unknown, "max_new_tokens", temperature)
 
 
 def _sampling(
-    sampler: str, options: dict[str, Any], unknown: list[str], max_completion_length: int, temperature: float
+    sampler: str, options: dict[str, Any], unknown: list[str], length: str, temperature: float
 ) -> Sampling:
+    """From the options of a sampler, whose largest number of tokens is named `length`."""
     if unknown:
         raise ValueError(
             "exact_truncation knows how temperature, top_k, top_p and min_p change the distribution; "
@@ -95,7 +96,7 @@ def _sampling(
         )
     names = ("temperature", "top_k", "top_p", "min_p")
     truncation = {name: options[name] for name in names if name in options}
-    return Sampling(num_generations=1, max_completion_length=max_completion_length, **truncation)
+    return Sampling(num_generations=1, max_completion_length=options[length], **truncation)
 
 
 _scored: ContextVar[Iterator[tuple[list[CandidateSets], Tensor]] | None]
