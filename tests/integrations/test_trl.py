@@ -13,7 +13,8 @@ import torch
 
 pytest.importorskip("trl")
 
-from integrations.trl_runs import Run, build, save_small_model, train
+from integrations.trl_runs import WORDS, Run, build, save_small_model, train
+from transformers import PhiConfig, PhiForCausalLM
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.models.qwen2 import modeling_qwen2
 from trl import GRPOConfig, GRPOTrainer
@@ -417,6 +418,23 @@ def test_answers_of_one_token(folder, tmp_path):
     got, want = both(folder, tmp_path, **options)
     assert_same_run(got, want)
     assert (got.trainer.loss_counts.fused, got.trainer.loss_counts.recomputed) == (4, 0)
+
+
+@fused_head
+def test_a_bias_of_the_head_is_trained(tmp_path):
+    config = PhiConfig(
+        vocab_size=len(WORDS) + 2, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        eos_token_id=1, pad_token_id=0, bos_token_id=None, resid_pdrop=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = PhiForCausalLM(config)
+    model.lm_head.weight.data *= 25.0
+    model.save_pretrained(tmp_path / "phi")
+    options = {"loss_type": "grpo", "gradient_accumulation_steps": 2}  # TRL divides such a loss by the steps
+    got, want = both(tmp_path / "phi", tmp_path, max_steps=2, num_iterations=2, **options)
+    assert_same_run(got, want)
+    assert (got.weights["lm_head.bias"] - got.initial["lm_head.bias"]).abs().max() > 1e-4
+    assert got.trainer.loss_counts.fused == 4
 
 
 def test_an_unknown_loss_type_is_named(folder, tmp_path):
