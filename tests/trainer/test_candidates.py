@@ -122,7 +122,7 @@ def test_one_process_adds_rows_to_the_gradient_that_is_there(
         monkeypatch.setattr(policy, "is_alone_with", lambda weight, alone=alone: alone)
         trained = copy.deepcopy(model)
         make_trainer(
-            trained, tokenizer, rows, top_p=0.8, num_iterations=2, micro_batch_tokens=20, impl="chunked"
+            trained, tokenizer, rows, [by_position], top_p=0.8, num_iterations=2, micro_batch_tokens=16, impl="chunked"
         ).train()
         weights.append(trained.lm_head.weight.detach())
         assert found[0] is None
