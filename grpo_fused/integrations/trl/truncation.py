@@ -80,9 +80,7 @@ def sampling_of(config: GenerationConfig, model_config: GenerationConfig, temper
     return _sampling("generate", options, unknown, "max_new_tokens", temperature)
 
 
-def _sampling(
-    sampler: str, options: dict[str, Any], unknown: list[str], length: str, temperature: float
-) -> Sampling:
+def _sampling(sampler: str, options: dict[str, Any], unknown: list[str], length: str, temperature: float) -> Sampling:
     """From the options of a sampler, whose largest number of tokens is named `length`."""
     if unknown:
         raise ValueError(
