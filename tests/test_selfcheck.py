@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fused import __main__, engines, testing
+from grpo_fused import GRPOLossConfig, __main__, engines, testing
 from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.engines import libraries, rows
 from grpo_fused.engines.pairs import Pairs
@@ -139,3 +139,9 @@ def test_every_engine_of_a_gpu(monkeypatch):
     assert [name for name, device in check._engines_here() if device.type == "cuda"] == ["chunked", "cuda"]
     monkeypatch.setattr(check.engines, "unavailable", lambda name, device, dtype: "no" if name == "cuda" else None)
     assert [name for name, device in check._engines_here() if device.type == "cuda"] == ["chunked"]
+
+
+def test_a_packed_problem_has_the_sets_of_its_tokens():
+    problem = testing.make_problem(kept=0.2)
+    losses = [each.run(GRPOLossConfig(), impl="chunked").out.loss for each in (problem, problem.packed())]
+    torch.testing.assert_close(losses[0], losses[1])

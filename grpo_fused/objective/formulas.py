@@ -59,7 +59,7 @@ class Term(NamedTuple):
     slope: Callable[[], Slope]
     """Computed only where a gradient is asked for."""
     seen: Callable[[], list[Tensor]] = list
-    """What the metrics of `LossType.metrics` are means of ([R] each): those clipped below and above, or one value."""
+    """The values that are averaged for `LossType.metrics` ([R] each): whether clipped below and above, or one value."""
 
 
 class Derivatives(NamedTuple):
