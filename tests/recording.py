@@ -148,8 +148,8 @@ def _head_scores(inputs: cpu_library.HeadInputs, *rest: Any) -> int:
 
 
 def _head_gradient(inputs: cpu_library.HeadInputs, *rest: Any) -> int:
-    offsets, rows, dweight, need_hidden = rest[1], rest[2], rest[6], rest[10] and rest[9] is None  # rest[9]: sums
-    if not need_hidden and dweight.numel() == 0 and not rest[11]:
+    offsets, rows, dweight, need_hidden = rest[1], rest[2], rest[6], rest[9] and rest[8] is None  # rest[8]: sums
+    if not need_hidden and dweight.numel() == 0 and not rest[10]:
         return 0
     made_again = int((rows >= offsets.shape[1]).sum())  # their exponentials were not kept
     vocab_size, width = len(inputs.weight), inputs.hidden.shape[1]

@@ -355,7 +355,7 @@ def test_cancelled_coefficients_leave_their_entries(impl):
 
 @pytest.mark.parametrize("impl", ["chunked", "native"])
 def test_many_blocks(impl, monkeypatch):
-    """Blocks of few alternatives, several superblocks of the vocabulary, and rows without a gradient."""
+    """Blocks of few alternatives, several blocks of the vocabulary, and rows without a gradient."""
     monkeypatch.setattr(engine_of_alternatives, "_BLOCKS", {"cpu": 7})
     monkeypatch.setattr(import_module("grpo_fused.engines.pairs"), "_PRODUCT_BYTES", {"cpu": 3 * 4 * 24})
     dtype, tol = PRECISION[impl]

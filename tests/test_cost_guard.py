@@ -301,7 +301,7 @@ def test_without_compaction_nothing_waits_for_the_device(impl, config):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scratch", [None, 3 * 2**19], ids=["default", "1.5-MiB"])
+@pytest.mark.parametrize("scratch", [None, 3 * 2**20], ids=["default", "3-MiB"])
 @pytest.mark.parametrize("impl", LIBRARY)
 def test_memory_is_that_of_the_engine_cost(impl, scratch, dtype):
     """Beyond gradients and per-token vectors no more than `Engine.cost`, which is also not much larger.

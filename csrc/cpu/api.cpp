@@ -225,7 +225,7 @@ API const char* grpo_missing() { return machine().missing.c_str(); }
 API const char* grpo_instruction_set() { return machine().name; }
 
 // For tests: see `use_instruction_set`.
-API void grpo_use_isa(const char* name) { use_instruction_set(name); }
+API void grpo_use_isa(const char* name, int64_t group) { use_instruction_set(name, group); }
 
 // How many threads calls from the calling thread take.
 API void grpo_use_threads(int64_t count) { use_threads(count); }
@@ -250,7 +250,7 @@ API const char* grpo_scratch_plan(int64_t vocab, int64_t hidden, int64_t bf16, i
   return guarded([&] {
     const Plan plan = plan_of(vocab, hidden, bf16 ? Dtype::bf16 : Dtype::fp32);
     const ScratchPlan scratch = ScratchPlan::of(plan, tokens, row_bytes, budget);
-    const int64_t values[] = {scratch.superblock, scratch.spill_bytes, scratch.fixed_bytes, scratch.kept_tokens};
+    const int64_t values[] = {scratch.spill_bytes, scratch.fixed_bytes, scratch.kept_tokens};
     std::copy(std::begin(values), std::end(values), out);
   });
 }
@@ -271,8 +271,7 @@ API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, int
                                  const Tensor* bias, const Tensor* targets, const Tensor* temperature, double scale,
                                  double softcap, const Tensor* set_ids, const Tensor* set_ranges, int64_t with_entropy,
                                  const Tensor* kept, const Tensor* spill, const Tensor* statistics,
-                                 const Tensor* offsets, const Tensor* sum_offset, const Tensor* sums,
-                                 int64_t superblock) {
+                                 const Tensor* offsets, const Tensor* sum_offset, const Tensor* sums) {
   return guarded([&] {
     const Head head =
         checked_head(*hidden, *weight, terms, base, group_scale, codes, rounded, row_scale, bias, *targets,
@@ -280,13 +279,12 @@ API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, int
     const Statistics out = rows_of(*statistics, "statistics", head.inputs.tokens, with_entropy != 0);
     check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, head.inputs.kept_panels() * kLanes});
     const HeadSums of = sums_of(head, sum_offset, sums);
-    check(of.values == nullptr || (superblock >= 1 && set_ids == nullptr),
-          "sums need a superblock of at least 1, and no candidate sets");
+    check(of.values == nullptr || set_ids == nullptr, "sums serve no candidate sets");
     if (head.inputs.tokens == 0) return;
     if (of.values == nullptr) {
       score_head(head.plan, head.inputs, out, data<float>(*offsets));
     } else {
-      score_and_sum_head(head.plan, head.inputs, out, data<float>(*offsets), of, superblock);
+      score_and_sum_head(head.plan, head.inputs, out, data<float>(*offsets), of);
     }
   });
 }
@@ -298,8 +296,8 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, i
                                    const Tensor* statistics, const Tensor* offsets, const Tensor* rows,
                                    const Tensor* dlogp, const Tensor* dentropy, const Tensor* entry_tokens,
                                    const Tensor* entry_ids, const Tensor* entry_values, const Tensor* dweight,
-                                   const Tensor* spill, int64_t superblock, const Tensor* sum_offset,
-                                   const Tensor* sums, const Tensor* dhidden, const Tensor* dbias) {
+                                   const Tensor* spill, const Tensor* sum_offset, const Tensor* sums,
+                                   const Tensor* dhidden, const Tensor* dbias) {
   return guarded([&] {
     const Head head = checked_head(*hidden, *weight, terms, base, group_scale, codes, rounded, row_scale, bias,
                                    *targets, *temperature, scale, softcap, set_ids, set_ranges, *dweight, *spill);
@@ -308,12 +306,11 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, i
     check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, head.inputs.kept_panels() * kLanes});
     const int64_t* index = rows_within(*rows, "rows", count, N);
     for (int64_t i = 1; i < count; i++) check(index[i] > index[i - 1], "rows must ascend; got ", index[i], " at ", i);
-    check(superblock >= 1, "superblock must be at least 1; got ", superblock);
     if (dhidden != nullptr) check_tensor(*dhidden, "dhidden", Scalar::fp32, {count, H});
     const bool need_weight = dweight->numel() != 0;
     const GradientInputs gradient{
         index, count, floats(dlogp, "dlogp", N), floats(dentropy, "dentropy", N), known, data<float>(*offsets),
-        superblock, need_weight ? dweight->data : nullptr, need_weight ? dtype_of(*dweight, "dweight") : Dtype::fp32,
+        need_weight ? dweight->data : nullptr, need_weight ? dtype_of(*dweight, "dweight") : Dtype::fp32,
         dhidden == nullptr ? nullptr : data<float>(*dhidden), floats(dbias, "dbias", V),
         entries_of(head.plan, entry_tokens, entry_ids, entry_values, count), sums_of(head, sum_offset, sums)};
     check(sums == nullptr || (dentropy == nullptr && entry_tokens == nullptr && set_ids == nullptr),

@@ -38,7 +38,7 @@ struct Right {
 // on the depth, which counts words.
 using Gemm = void (*)(int64_t rows, int64_t depth, Left a, Right b, float* c, bool add, Ahead ahead);
 
-// bf16 by AVX512-BF16 (kernels_avx512.cpp).
+// bf16 by AVX512-BF16 (kernels_bf16.cpp).
 void multiply_bf16(int64_t rows, int64_t depth, Left a, Right b, float* c, bool add, Ahead);
 
 // By AMX (kernels_amx.cpp), on a processor that has it: bf16, and fp32 in three pieces.

@@ -1,40 +1,39 @@
 // dW, dH and db from the kept (or recomputed) exponentials.
 //
-// A superblock of the vocabulary is computed in two rounds. First, a thread takes a block of it: dz of all tokens,
-// and the block's rows of dW, written once. Then a thread takes a tile of dH and adds the superblock to it.
-// Neither result depends on which thread took what (rounds.h has the order).
+// A thread takes a group of vocabulary blocks: dz of all tokens, the group's rows of dW, written once, and its product
+// for dH, which is added to a sum when those before it are. So no result depends on which thread took what, and a
+// thread reads only operands that it has packed.
 //
-// Scoring may run in these rounds, too, while the weight is in the cache: for the sums that dH is made of (HeadSums),
-// derivatives are not needed yet.
+// Scoring may run here, too, while the weight is in the cache: for the sums that dH is made of (HeadSums), derivatives
+// are not needed yet.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <numeric>
 #include <vector>
 
 #include "head.h"
-#include "rounds.h"
 
 namespace grpo {
 namespace {
 
-// Vocabulary blocks of one product of the second round. A superblock is a multiple of it, or shorter on every machine.
-// With four, scratch would be above 64 MiB at N = 1024, H = 896, V = 151936.
-constexpr int64_t kBlocksOfAProduct = 3;
+// dH is made of some sums, to which groups are added in turns: a thread that the system has put aside holds up the
+// others only after as many groups. Two, or more within so many bytes.
+constexpr int64_t kSumBytes = 4 << 20, kMostSums = 8;
 
-// Superblocks whose dz is in memory at a time; one where memory is short.
-int64_t slots_of(int64_t superblock) { return superblock < kBlocksOfAProduct ? 1 : 3; }
+// `bytes`: of one.
+int64_t sums_of_dhidden(int64_t bytes) { return std::clamp<int64_t>(kSumBytes / std::max<int64_t>(bytes, 1), 2, kMostSums); }
 
 struct Sizes {
   int64_t padded;         // tokens that have a gradient, in whole panels
   int64_t chunk;          // of them, whose dz is multiplied at a time
   int64_t pair, pieces;   // numbers in a word, pieces of a number
   int64_t column_panels;  // of dW
-  int64_t superblock;     // vocabulary blocks between two rounds of the dH product
-  int64_t slots;
-  int64_t step;           // words of the depth of a dH product
+  int64_t groups;         // of `plan.group` vocabulary blocks
+  int64_t sums;           // of dH; a group is added to the one of its number, modulo `sums`
   int64_t hidden_panels;  // of dH: its columns in panels of 64
-  int64_t tile_height, tile_panels, groups, tiles;  // of dH: tokens and panels of a tile, tiles in each direction
+  int64_t strip, strips;  // of dH: tokens whose dz stays in the second-level cache while the panels of the weight pass
   int64_t workers;
   bool dense;             // every token has a gradient
   bool folds;             // dW is made of all its panels, see `add_to_adapter`
@@ -51,27 +50,21 @@ struct Sizes {
     sizes.pieces = plan.pieces();
     sizes.column_panels = ceil_div(inputs.gradient_columns(), kLanes);
     sizes.folds = inputs.has_base();
-    sizes.superblock = std::clamp<int64_t>(g.superblock, 1, plan.blocks);
-    sizes.slots = slots_of(sizes.superblock);
-    sizes.workers = worker_count(plan.blocks);
+    sizes.groups = ceil_div(plan.blocks, plan.group);
+    sizes.workers = worker_count(sizes.groups);
     sizes.dense = g.count == inputs.tokens;
     // Measured (AMX, N = 1024): 0.97 x the time. With N = 128, where products are short, 1.08 x.
     sizes.looks_ahead = sizes.padded >= 8 * kLanes;
     // with a cache line more than is used, rows do not lie in few sets of the first-level cache
     sizes.across_stride = sizes.pieces * sizes.chunk / sizes.pair + 16;
-    sizes.along_depth = sizes.superblock * plan.block_rows / sizes.pair;
+    sizes.along_depth = plan.group * plan.block_rows / sizes.pair;
     sizes.along_stride = sizes.pieces * sizes.along_depth + 16;
     if (shares_cache_sets(sizes.along_stride)) sizes.along_stride += 16;
     sizes.gathered_stride = sizes.chunk + kLanes;  // what compress_tile may write beyond
-    // A product of fixed depth: how a micro-kernel sums may depend on it, and how long a superblock is depends on the
-    // machine. Tokens, in panels, whose dz stays in the second-level cache while the panels of the weight pass.
-    sizes.step = std::min(kBlocksOfAProduct * plan.block_rows / sizes.pair, sizes.along_depth);
-    sizes.tile_height = std::max(plan.held_words / (sizes.pieces * sizes.step) / kLanes * kLanes, kLanes);
+    sizes.strip = std::max(plan.held_words / (sizes.pieces * sizes.along_depth) / kLanes * kLanes, kLanes);
+    sizes.strips = ceil_div(sizes.padded, sizes.strip);
     sizes.hidden_panels = ceil_div(inputs.dhidden_columns(), kLanes);
-    const int64_t strips = ceil_div(sizes.padded, sizes.tile_height), panels = sizes.hidden_panels;
-    sizes.tile_panels = std::clamp<int64_t>(panels * strips / (4 * thread_count()), 1, panels);  // four tiles a thread
-    sizes.groups = ceil_div(panels, sizes.tile_panels);
-    sizes.tiles = g.dhidden == nullptr ? 0 : strips * sizes.groups;
+    sizes.sums = std::min(sums_of_dhidden(4 * sizes.padded * sizes.hidden_panels * kLanes), sizes.groups);
     return sizes;
   }
 
@@ -188,13 +181,13 @@ Buffer<uint32_t> packed_columns(const Plan& plan, const HeadInputs& inputs, cons
 }
 
 struct Scratch {
-  // of a superblock in each slot: dz as a of the dH product, [padded][along_stride]; the weight as b,
-  // [hidden_panels][pieces][along_depth][64]
-  WorkerBuffers<uint32_t> along, weights;
-  Buffer<float> dhidden;  // [hidden_panels][padded][64]
-  // of a block: its weight; dz of a chunk as a of the dW product, [block_rows][across_stride]; panels of dW; dz of a
-  // panel before it is transposed
-  WorkerBuffers<uint32_t> weight, across;
+  // of a group: its weight; dz as a of the dH product, [padded][along_stride]; a panel of the weight as its b,
+  // [pieces][along_depth][64]
+  WorkerBuffers<uint32_t> weight, along, panel;
+  Buffer<float> dhidden;  // [sums][hidden_panels][padded][64]
+  // of a block: dz of a chunk as a of the dW product, [block_rows][across_stride]; panels of dW; dz of a panel before it
+  // is transposed
+  WorkerBuffers<uint32_t> across;
   WorkerBuffers<float> sums, before;
   // of a tile that is computed again: z, the maxima, the exponentials
   WorkerBuffers<float> tile, tile_offsets;
@@ -206,12 +199,11 @@ struct Scratch {
   static Scratch of(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g, const Sizes& sizes) {
     const int64_t rows = plan.block_rows, workers = sizes.workers, size = plan.kept_size();
     const int64_t for_dhidden = g.dhidden != nullptr, for_dweight = g.dweight != nullptr;
-    const int64_t panel = sizes.pieces * sizes.along_depth * kLanes;
     return {
-        .along = WorkerBuffers<uint32_t>(sizes.slots, for_dhidden * sizes.padded * sizes.along_stride),
-        .weights = WorkerBuffers<uint32_t>(sizes.slots, for_dhidden * sizes.hidden_panels * panel),
-        .dhidden = Buffer<float>(for_dhidden * sizes.hidden_panels * sizes.padded * kLanes),
-        .weight = WorkerBuffers<uint32_t>(workers, rows * plan.stride),
+        .weight = WorkerBuffers<uint32_t>(workers, plan.group * rows * plan.stride),
+        .along = WorkerBuffers<uint32_t>(workers, for_dhidden * sizes.padded * sizes.along_stride),
+        .panel = WorkerBuffers<uint32_t>(workers, for_dhidden * sizes.pieces * sizes.along_depth * kLanes),
+        .dhidden = Buffer<float>(for_dhidden * sizes.sums * sizes.hidden_panels * sizes.padded * kLanes),
         .across = WorkerBuffers<uint32_t>(workers, for_dweight * rows * sizes.across_stride),
         .sums = WorkerBuffers<float>(workers, for_dweight * sizes.waiting_panels() * rows * kLanes),
         .before = WorkerBuffers<float>(workers, for_dhidden * sizes.pieces * (rows / sizes.pair) * kLanes),
@@ -224,44 +216,30 @@ struct Scratch {
   }
 };
 
-// Scoring within the rounds. Ranges of `partials`: all splits before the one that is being merged, this one, then the
-// blocks of the superblock in each slot.
+// Scoring beside the sums of dH.
 struct Scoring {
-  Partials partials;
-  std::vector<char> first;  // [blocks]: whether a split begins there
-  float* offsets;           // of kept exponentials: see `GradientInputs`
+  Partials partials;  // of each block
+  float* offsets;     // of kept exponentials: see `GradientInputs`
 
-  Scoring(const Plan& plan, const HeadInputs& inputs, bool with_entropy, int64_t superblock, float* offsets)
-      : partials(2 + slots_of(superblock) * superblock, inputs, with_entropy), first(plan.blocks), offsets(offsets) {
-    for (int64_t split = 0; split < split_count(plan); split++) first[split_begin(plan, split)] = true;
-  }
+  Scoring(const Plan& plan, const HeadInputs& inputs, bool with_entropy, float* offsets)
+      : partials(plan.blocks, inputs, with_entropy), offsets(offsets) {}
 
-  static int64_t range_of(const Sizes& sizes, int64_t block) { return 2 + block % (sizes.slots * sizes.superblock); }
-
-  // Merge a block's statistics of a panel into what was merged before: in the order of `score_head`, to the same bits.
-  void merge(const Plan& plan, const Sizes& sizes, int64_t block, int64_t panel) const {
-    const TileStatistics split = partials.at(1, panel);
-    if (first[block] && block > 0) end_split(plan, panel, block);
-    if (first[block]) {
-      partials.copy(1, range_of(sizes, block), panel);
-    } else {
-      plan.kernels->merge_tile(split, partials.at(range_of(sizes, block), panel));
-    }
-    if (block + 1 == plan.blocks) end_split(plan, panel, plan.blocks);
-  }
-
- private:
-  // `end`: the block after it.
-  void end_split(const Plan& plan, int64_t panel, int64_t end) const {
-    if (split_count(plan) == 1 || end == split_begin(plan, 1)) {
-      partials.copy(0, 1, panel);
-    } else {
-      plan.kernels->merge_tile(partials.at(0, panel), partials.at(1, panel));
-    }
+  // Merged in the order of `score_head`, to the same bits.
+  void finish(const Plan& plan, const HeadInputs& inputs, const Statistics& out) const {
+    const int64_t panels = ceil_div(inputs.tokens, kLanes);
+    parallel_tasks(panels, worker_count(panels), [&](int64_t panel, int64_t) {
+      for (int64_t split = 0; split < split_count(plan); split++) {
+        const int64_t begin = split_begin(plan, split), end = split_begin(plan, split + 1);
+        const TileStatistics total = partials.at(begin, panel);
+        for (int64_t block = begin + 1; block < end; block++) plan.kernels->merge_tile(total, partials.at(block, panel));
+        if (split > 0) plan.kernels->merge_tile(partials.at(0, panel), total);
+      }
+    });
+    partials.finish(inputs, out);
   }
 };
 
-// What the two rounds read, and where they work.
+// What a group reads, and where it is worked on.
 struct Call {
   const Plan& plan;
   const HeadInputs& inputs;
@@ -281,7 +259,7 @@ struct Call {
             packed_columns(plan, inputs, g, sizes), Scratch::of(plan, inputs, g, sizes)};
   }
 
-  // Runs the two rounds of all superblocks.
+  // Works on all groups.
   void run() const;
 };
 
@@ -301,7 +279,7 @@ Exponentials exponentials_of_panel(const Call& call, Left weight, int64_t block,
   }
   float rest[kLanes];
   TileStatistics tile{call.scratch.tile_offsets.of(worker), rest, nullptr};
-  if (call.scoring != nullptr) tile = call.scoring->partials.at(Scoring::range_of(call.sizes, block), panel);
+  if (call.scoring != nullptr) tile = call.scoring->partials.at(block, panel);
   float* const z = call.scratch.tile.of(worker);
   char* values = kept != nullptr ? kept : call.scratch.tile_exponentials.of(worker);
   exponentials_of_tile(call.plan, inputs, weight, call.recomputed.panel(panel), block, panel, z, tile, values, {});
@@ -332,20 +310,6 @@ Exponentials gather(const Call& call, Left weight, int64_t block, int64_t begin,
   std::fill(offsets + used, offsets + used + padding, 0.0f);
   for (int64_t r = 0; r < rows; r++) std::memset(values + (r * stride + used) * size, 0, padding * size);
   return {values, stride, offsets};
-}
-
-// A block's rows of the weight, whose first word is at `at` in the depth of a superblock, as b of the dH product.
-void pack_columns(const Call& call, Left weight, int64_t rows, int64_t at, uint32_t* out) {
-  const Plan& plan = call.plan;
-  const int64_t whole = round_up(rows, call.sizes.pair);
-  for (int64_t panel = 0; panel < call.sizes.hidden_panels; panel++) {
-    for (int64_t piece = 0; piece < plan.pieces(); piece++) {
-      uint32_t* const to = out + ((panel * plan.pieces() + piece) * call.sizes.along_depth + at) * kLanes;
-      plan.kernels->interleave_panel(weight.words + piece * weight.piece, whole, weight.stride, panel * kLanes,
-                                     plan.words, plan.kind, to);
-      if (call.inputs.set_ranges != nullptr) drop_nonfinite(to, whole / call.sizes.pair * kLanes, plan.kind);
-    }
-  }
 }
 
 // Some neighbours among the entries of a call.
@@ -451,22 +415,16 @@ void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t leng
   if (begin + length == sizes.padded && sizes.folds) add_to_adapter(call, block, call.scratch.sums.of(worker));
 }
 
-// dz of all tokens for a block of the superblock, its rows of dW and db, and its weight as b of the dH product.
-void first_round(const Call& call, int64_t superblock, int64_t block, int64_t worker) {
+// dz of all tokens for a block of a group, its rows of dW and db. `at`: its first word in the group's depth.
+void work_on_block(const Call& call, Left weight, int64_t block, int64_t at, int64_t worker) {
   const Plan& plan = call.plan;
   const Sizes& sizes = call.sizes;
   const Scratch& scratch = call.scratch;
   const GradientInputs& g = call.gradient;
   const bool need_hidden = g.dhidden != nullptr, need_weight = g.dweight != nullptr;
   const int64_t rows = plan.rows_of(block), first = block * plan.block_rows;
-  const int64_t column = (block - superblock * sizes.superblock) * plan.block_rows / sizes.pair;
-  uint32_t* const along = scratch.along.of(superblock % sizes.slots) + column;
+  uint32_t* const along = scratch.along.of(worker) + at;
   float* const before = scratch.before.of(worker);
-  Left weight{};
-  if (need_hidden || call.inputs.kept_panels() * kLanes < call.inputs.tokens) {
-    weight = weight_block(plan, call.inputs, block, scratch.weight.of(worker));
-  }
-  if (need_hidden) pack_columns(call, weight, rows, column, scratch.weights.of(superblock % sizes.slots));
   const float* const row_scale = call.inputs.row_scale == nullptr ? nullptr : call.inputs.row_scale + first;
   float* row_sums = g.dbias == nullptr ? nullptr : g.dbias + first;
   if (row_sums != nullptr) std::fill(row_sums, row_sums + rows, 0.0f);
@@ -509,50 +467,76 @@ void first_round(const Call& call, int64_t superblock, int64_t block, int64_t wo
   }
 }
 
-// dH [tokens of the tile, its columns] += dz [tokens, superblock] W [superblock, columns].
-void second_round(const Call& call, int64_t superblock, int64_t blocks, int64_t tile) {
+// dH += dz [tokens, group] W [group, columns]. `weights`: of each of its blocks. `added`: how many groups were added to
+// each panel of the strips of a sum.
+void add_to_dhidden(const Call& call, int64_t group, const Left* weights, std::atomic<int64_t>* added,
+                    int64_t worker) {
   const Plan& plan = call.plan;
   const Sizes& sizes = call.sizes;
-  const int64_t last = superblock * sizes.superblock + blocks - 1;
-  const int64_t depth = ceil_div((blocks - 1) * plan.block_rows + plan.rows_of(last), sizes.pair);
-  const int64_t token = tile / sizes.groups * sizes.tile_height, begin = tile % sizes.groups * sizes.tile_panels;
-  const int64_t tokens = std::min(sizes.tile_height, sizes.padded - token);
-  const int64_t end = std::min(begin + sizes.tile_panels, sizes.hidden_panels);
-  const uint32_t* const along = call.scratch.along.of(superblock % sizes.slots);
-  const uint32_t* const weights = call.scratch.weights.of(superblock % sizes.slots);
-  if (call.scoring != nullptr && begin == 0) {
-    for (int64_t block = superblock * sizes.superblock; block <= last; block++) {
-      for (int64_t panel = token / kLanes; panel < (token + tokens) / kLanes; panel++) {
-        call.scoring->merge(plan, sizes, block, panel);
-      }
+  const int64_t first = group * plan.group, last = std::min(first + plan.group, plan.blocks) - 1;
+  const int64_t words = plan.block_rows / sizes.pair, sum = group % sizes.sums, before = group / sizes.sums;
+  const int64_t depth = (last - first) * words + ceil_div(plan.rows_of(last), sizes.pair);
+  const uint32_t* const along = call.scratch.along.of(worker);
+  uint32_t* const panel = call.scratch.panel.of(worker);
+  added += sum * sizes.strips * sizes.hidden_panels;
+  for (int64_t token = 0; token < sizes.padded; token += sizes.strip) {
+    const int64_t tokens = std::min(sizes.strip, sizes.padded - token), next = token + sizes.strip;
+    Ahead ahead{};
+    if (sizes.looks_ahead && next < sizes.padded) {
+      ahead = {along + next * sizes.along_stride, std::min(sizes.strip, sizes.padded - next) * sizes.along_stride};
     }
-  }
-  // the rows of dz that this worker probably takes next
-  const int64_t next = (tile + sizes.workers) / sizes.groups * sizes.tile_height;
-  Ahead ahead{};
-  if (sizes.looks_ahead && next > token && next + sizes.tile_height <= sizes.padded) {
-    ahead = {along + next * sizes.along_stride, sizes.tile_height * sizes.along_stride};
-  }
-  for (int64_t k = 0; k < depth; k += sizes.step) {
-    for (int64_t panel = begin; panel < end; panel++) {
-      const Left dz{along + token * sizes.along_stride + k, sizes.along_stride, sizes.along_depth};
-      const Right weight{weights + (panel * sizes.pieces * sizes.along_depth + k) * kLanes, sizes.along_depth * kLanes,
-                         std::min(kLanes, call.inputs.dhidden_columns() - panel * kLanes)};
-      plan.multiply(tokens, std::min(sizes.step, depth - k), dz, weight,
-                    call.scratch.dhidden.get() + (panel * sizes.padded + token) * kLanes,
-                    superblock > 0 || k > 0, ahead.part(panel - begin, end - begin));
+    for (int64_t p = 0; p < sizes.hidden_panels; p++, added++) {
+      for (int64_t block = first; block <= last; block++) {
+        const Left& weight = weights[block - first];
+        const int64_t whole = round_up(plan.rows_of(block), sizes.pair);
+        for (int64_t piece = 0; piece < sizes.pieces; piece++) {
+          uint32_t* const to = panel + (piece * sizes.along_depth + (block - first) * words) * kLanes;
+          plan.kernels->interleave_panel(weight.words + piece * weight.piece, whole, weight.stride, p * kLanes,
+                                         plan.words, plan.kind, to);
+          if (call.inputs.set_ranges != nullptr) drop_nonfinite(to, whole / sizes.pair * kLanes, plan.kind);
+        }
+      }
+      const Left dz{along + token * sizes.along_stride, sizes.along_stride, sizes.along_depth};
+      const Right right{panel, sizes.along_depth * kLanes, std::min(kLanes, call.inputs.dhidden_columns() - p * kLanes)};
+      float* const out = call.scratch.dhidden.get() + ((sum * sizes.hidden_panels + p) * sizes.padded + token) * kLanes;
+      wait_until_at_least(*added, before);
+      plan.multiply(tokens, depth, dz, right, out, before > 0, ahead.part(p, sizes.hidden_panels));
+      ++*added;
     }
   }
 }
 
+void work_on_group(const Call& call, int64_t group, std::atomic<int64_t>* added, int64_t worker) {
+  const Plan& plan = call.plan;
+  const HeadInputs& inputs = call.inputs;
+  const bool need_hidden = call.gradient.dhidden != nullptr;
+  const int64_t first = group * plan.group, end = std::min(first + plan.group, plan.blocks);
+  Left weights[kMostBlocks]{};
+  for (int64_t block = first; block < end; block++) {
+    Left& weight = weights[block - first];
+    if (need_hidden || inputs.kept_panels() * kLanes < inputs.tokens) {
+      uint32_t* const buffer = call.scratch.weight.of(worker) + (block - first) * plan.block_rows * plan.stride;
+      weight = weight_block(plan, inputs, block, buffer);
+    }
+    work_on_block(call, weight, block, (block - first) * plan.block_rows / call.sizes.pair, worker);
+  }
+  if (need_hidden) add_to_dhidden(call, group, weights, added, worker);
+}
+
 void store_dhidden(const Call& call) {
-  const int64_t padded = call.sizes.padded, hidden = call.plan.hidden, columns = call.inputs.dhidden_columns();
+  const Sizes& sizes = call.sizes;
+  const int64_t padded = sizes.padded, hidden = call.plan.hidden, columns = call.inputs.dhidden_columns();
   parallel_tasks(padded / kLanes, worker_count(padded / kLanes), [&](int64_t panel, int64_t) {
     for (int64_t token = panel * kLanes; token < std::min((panel + 1) * kLanes, call.gradient.count); token++) {
       float* const out = call.gradient.dhidden + token * hidden;
       for (int64_t column = 0; column < columns; column += kLanes) {
-        const float* const from = call.scratch.dhidden.get() + column * padded + token * kLanes;
-        std::copy(from, from + std::min(kLanes, columns - column), out + column);
+        const float* from = call.scratch.dhidden.get() + column * padded + token * kLanes;
+        const int64_t count = std::min(kLanes, columns - column);
+        std::copy(from, from + count, out + column);
+        for (int64_t sum = 1; sum < sizes.sums; sum++) {
+          from += sizes.hidden_panels * padded * kLanes;
+          for (int64_t j = 0; j < count; j++) out[column + j] += from[j];
+        }
       }
       std::fill(out + columns, out + hidden, 0.0f);
     }
@@ -583,12 +567,9 @@ void dhidden_of_sums(const Plan& plan, const HeadInputs& inputs, const GradientI
 }
 
 void Call::run() const {
-  Rounds rounds(plan.blocks, sizes.superblock, sizes.slots, sizes.tiles);
-  parallel_tasks(rounds.tasks(), sizes.workers, [&](int64_t task, int64_t worker) {
-    rounds.run(
-        task, [&](int64_t superblock, int64_t block) { first_round(*this, superblock, block, worker); },
-        [&](int64_t superblock, int64_t tile) { second_round(*this, superblock, rounds.blocks_of(superblock), tile); });
-  });
+  std::vector<std::atomic<int64_t>> added(sizes.sums * sizes.strips * sizes.hidden_panels);
+  parallel_tasks(sizes.groups, sizes.workers,
+                 [&](int64_t group, int64_t worker) { work_on_group(*this, group, added.data(), worker); });
   if (gradient.dhidden != nullptr) store_dhidden(*this);
 }
 
@@ -597,21 +578,17 @@ void Call::run() const {
 ScratchPlan ScratchPlan::of(const Plan& plan, int64_t tokens, int64_t row_bytes, int64_t budget) {
   const int64_t item = 4 / per_word(plan.kind) * plan.pieces(), kept = plan.kept_size(), threads = thread_count();
   const int64_t panels = ceil_div(tokens, kLanes), padded = panels * kLanes, columns = round_up(plan.hidden, kLanes);
-  // dz of all tokens, and the weight
-  const int64_t block_bytes = plan.block_rows * (padded + columns) * item;
-  const int64_t wanted = round_up(threads, kBlocksOfAProduct);  // a block for each thread
-  const int64_t affordable = std::max<int64_t>(budget / 6 / block_bytes, 1);
-
   ScratchPlan scratch{};
-  scratch.superblock = affordable / slots_of(wanted) / kBlocksOfAProduct * kBlocksOfAProduct;
-  if (scratch.superblock == 0) scratch.superblock = std::min(affordable, kBlocksOfAProduct - 1);
-  scratch.superblock = std::min({wanted, scratch.superblock, plan.blocks});
-  const int64_t chunk = std::min(padded, plan.token_chunk);
-  int64_t per_thread = plan.block_rows * (columns * item + chunk * item + (3 * 4 + item) * kLanes);
+  // of a thread: weight, dz in both orders, panels, tiles; of all: sums of dH
+  const int64_t chunk = std::min(padded, plan.token_chunk), rows = plan.group * plan.block_rows;
+  int64_t per_thread = rows * (columns + padded + kLanes) * item;
+  per_thread += plan.block_rows * (chunk * item + (3 * 4 + item) * kLanes);
   if (padded > chunk) per_thread += plan.block_rows * columns * 4;
-  scratch.fixed_bytes = slots_of(scratch.superblock) * scratch.superblock * block_bytes + threads * per_thread;
-  // hidden states as gathered and as packed, fp32 dH as summed and as returned; partial statistics
-  scratch.fixed_bytes += padded * columns * (2 * item + 8) + padded * (std::min(plan.blocks, kSplits) * 12 + 64);
+  scratch.fixed_bytes = threads * per_thread;
+  const int64_t sum_bytes = padded * columns * 4;  // as many as there may be, so that more tokens never need less
+  scratch.fixed_bytes += std::min(kMostSums * sum_bytes, std::max(kSumBytes, 2 * sum_bytes));
+  // hidden states as gathered and as packed, fp32 dH as returned; statistics of blocks
+  scratch.fixed_bytes += padded * columns * (2 * item + 4) + padded * (plan.blocks * 8 + 64);
   const int64_t fits = row_bytes / (kLanes * kept);
   scratch.fixed_bytes += std::min(fits, panels) * kLanes * plan.blocks * 4;
   const int64_t panel_bytes = kLanes * (plan.vocab * kept + plan.blocks * 4);
@@ -623,14 +600,14 @@ ScratchPlan ScratchPlan::of(const Plan& plan, int64_t tokens, int64_t row_bytes,
 }
 
 void score_and_sum_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets,
-                        const HeadSums& sums, int64_t superblock) {
+                        const HeadSums& sums) {
   std::vector<int64_t> rows(inputs.tokens);
   std::iota(rows.begin(), rows.end(), 0);
   GradientInputs g{};
-  g.rows = rows.data(), g.count = inputs.tokens, g.superblock = superblock, g.sums = sums, g.dhidden = sums.values;
-  const Scoring scoring(plan, inputs, out.with_entropy, Sizes::of(plan, inputs, g).superblock, offsets);
+  g.rows = rows.data(), g.count = inputs.tokens, g.sums = sums, g.dhidden = sums.values;
+  const Scoring scoring(plan, inputs, out.with_entropy, offsets);
   Call::of(plan, inputs, g, &scoring).run();
-  scoring.partials.finish(inputs, out);
+  scoring.finish(plan, inputs, out);
 }
 
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -59,7 +60,7 @@ class WorkerBuffers {
 // Whether the rows of a tile, this many words apart, lie in few sets of the first-level cache.
 inline bool shares_cache_sets(int64_t stride) { return stride % 256 == 0; }
 
-constexpr int64_t kMostBlockRows = 256;
+constexpr int64_t kMostBlockRows = 256, kMostBlocks = 3;
 
 // How a head is split, by its size and types only: a score must not depend on the other tokens of the batch.
 struct Plan {
@@ -73,6 +74,7 @@ struct Plan {
   int64_t stride;        // of packed rows, see `shares_cache_sets`
   int64_t block_rows;    // vocabulary rows whose packed weight stays in the second-level cache
   int64_t blocks;
+  int64_t group;         // blocks of one product of dH, at most `kMostBlocks`
   int64_t token_chunk;   // tokens whose dz stays there
   int64_t held_words;    // of one operand of a product, which stays there while panels of the other pass
 
@@ -178,9 +180,9 @@ struct HeadSums {
   float* values;        // nullptr: there are none
 };
 
-// Scores, to the same bits, and the sums while a block of the weight is in the cache. `superblock`: see GradientInputs.
+// Scores, to the same bits, and the sums while a block of the weight is in the cache.
 void score_and_sum_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets,
-                        const HeadSums& sums, int64_t superblock);
+                        const HeadSums& sums);
 
 // out [tokens, vocab] = hidden @ weight^T; only the inputs up to `row_scale` and the number of tokens are read.
 void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64_t out_stride);
@@ -191,7 +193,6 @@ struct GradientInputs {
   const float *dlogp, *dentropy;  // [tokens]; dentropy may be nullptr
   Statistics statistics;
   const float* offsets;     // [blocks, kept panels * 64] as scoring wrote them
-  int64_t superblock;       // blocks between two rounds of the dH product
   void* dweight;            // [vocab, columns of `weight`] or nullptr; with a base in fp32, and added to
   Dtype dweight_dtype;
   float* dhidden;           // [count, hidden] or nullptr
@@ -205,7 +206,6 @@ void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const Gradient
 // How a scratch budget is spent on scores and gradient: exponentials get what the operands, partial results and the
 // threads' blocks, which do not depend on it, leave.
 struct ScratchPlan {
-  int64_t superblock;   // vocabulary blocks whose dz is held at a time
   int64_t spill_bytes;  // for exponentials of tokens that do not fit dW's storage
   int64_t fixed_bytes;  // of everything else
   int64_t kept_tokens;  // tokens whose exponentials are kept; those of others are computed again
@@ -221,6 +221,9 @@ int64_t thread_count();
 // f(task, worker) for every task; a free worker takes the next one. f must not throw.
 void run_tasks(int64_t tasks, int64_t workers, void (*f)(int64_t, int64_t, void*), void* context);
 int64_t worker_count(int64_t tasks);
+
+// Waits, in a task, for what an earlier task counts.
+void wait_until_at_least(const std::atomic<int64_t>& count, int64_t wanted);
 
 template <class F>
 void parallel_tasks(int64_t tasks, int64_t workers, F&& f) {
@@ -273,13 +276,6 @@ class Partials {
   TileStatistics at(int64_t range, int64_t panel) const {
     float* const first = values_.get() + range * 3 * padded_ + panel * kLanes;
     return {first, first + padded_, with_entropy_ ? first + 2 * padded_ : nullptr};
-  }
-
-  void copy(int64_t to, int64_t from, int64_t panel) const {
-    for (int64_t row = 0; row < (with_entropy_ ? 3 : 2); row++) {
-      const float* const source = at(from, panel).max + row * padded_;
-      std::copy(source, source + kLanes, at(to, panel).max + row * padded_);
-    }
   }
 
   // Those of a scored tile, whose z are given.

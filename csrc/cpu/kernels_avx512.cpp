@@ -1,4 +1,4 @@
-// The kernels for AVX-512, and a product for AVX512-BF16.
+// The kernels for AVX-512.
 #include <immintrin.h>
 
 #include "rows.h"
@@ -15,19 +15,6 @@
 #include "kernels/all.h"
 
 namespace grpo {
-namespace {
-
-struct Bf16 {
-  PRODUCT static inline __attribute__((always_inline)) Floats step(Words a, Words b, Floats sum) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-  }
-};
-
-}  // namespace
-
-PRODUCT void multiply_bf16(int64_t rows, int64_t depth, Left a, Right b, float* c, bool add, Ahead) {
-  multiply<Bf16>(rows, depth, a, b, c, add);
-}
 
 const Kernels kernels_avx512 = kAll;
 

@@ -35,16 +35,16 @@ bool has_amx_bf16() {
 // `wanted`: as in GRPO_FUSED_ISA.
 Machine probe(const std::string& wanted) {
   __builtin_cpu_init();
-  const bool best = wanted.empty(), avx512 = has_avx512();
+  const bool best = wanted.empty(), avx512 = has_avx512(), bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   std::string needs;
   if (best || wanted == "amx") {
     needs = "AVX-512 and AMX (in the processor, the operating system, and the compiler: GCC 11 or clang 11)";
-    const AmxProducts amx = avx512 && has_amx_bf16() ? amx_products() : AmxProducts{};
-    if (amx.bf16 != nullptr) return {"", "AMX", &kernels_avx512, amx.bf16, amx.pieces, 2 << 20, 16};
+    const AmxProducts amx = bf16 && has_amx_bf16() ? amx_products() : AmxProducts{};
+    if (amx.bf16 != nullptr) return {"", "AMX", &kernels_bf16, amx.bf16, amx.pieces, 2 << 20, 3, 16};
   }
   if (best || wanted == "avx512") {
     needs = "AVX-512 (F, BW, VL, DQ)";
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) return {"", "AVX512-BF16", &kernels_avx512, multiply_bf16};
+    if (bf16) return {"", "AVX512-BF16", &kernels_bf16, multiply_bf16};
     if (avx512) return {"", "AVX-512, bf16 widened", &kernels_avx512, nullptr};
   }
   if (best || wanted == "avx2") {
@@ -76,6 +76,9 @@ Machine& chosen() {
 
 const Machine& machine() { return chosen(); }
 
-void use_instruction_set(const std::string& name) { chosen() = probe(name); }
+void use_instruction_set(const std::string& name, int64_t group) {
+  chosen() = probe(name);
+  if (group != 0) chosen().group = group;
+}
 
 }  // namespace grpo

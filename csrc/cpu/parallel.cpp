@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "head.h"
-#include "rounds.h"
 
 namespace grpo {
 namespace {

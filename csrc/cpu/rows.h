@@ -141,6 +141,6 @@ struct Kernels {
                          float factor, float dlogp, int64_t target, float at_target);
 };
 
-extern const Kernels kernels_avx512, kernels_avx2;
+extern const Kernels kernels_bf16, kernels_avx512, kernels_avx2;
 
 }  // namespace grpo

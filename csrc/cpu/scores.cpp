@@ -24,6 +24,7 @@ Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
   plan.held_words = (plan.kind == Operand::fp32 ? 1 << 20 : here.bf16_cache_bytes) * 7 / 16 / 4;
   plan.block_rows = std::clamp<int64_t>(plan.held_words / row / 32 * 32, 64, kMostBlockRows);
   plan.blocks = ceil_div(vocab, plan.block_rows);
+  plan.group = here.group;
   plan.token_chunk = plan.kind == Operand::bf16 ? 1024 : 512;
   return plan;
 }

@@ -47,9 +47,12 @@ def instruction_set() -> str:
     return _library.grpo_instruction_set().decode()
 
 
-def use_isa(name: str) -> None:
-    """For tests: take another instruction set (`avx2`, `avx512`, `amx`), or the best (empty)."""
-    _library.grpo_use_isa(name.encode())
+def use_isa(name: str, group: int = 0) -> None:
+    """For tests: take another instruction set (`avx2`, `avx512`, `amx`), or the best (empty).
+
+    `group`: vocabulary blocks of one product of dH; 0: as many as the instruction set has.
+    """
+    _library.grpo_use_isa(name.encode(), ctypes.c_int64(group))
 
 
 def call(name: str, *arguments: Any) -> None:
@@ -82,14 +85,12 @@ def head_layout(
     head_shape: tuple[int, int], compute: torch.dtype, tokens: int = 0, kept: Tensor | None = None, spill_bytes: int = 0
 ) -> HeadLayout:
     """For a head [V, H] in a compute dtype; `kept` is dW's storage or empty."""
-    return HeadLayout(*_of_head("head_layout", head_shape, compute, tokens, kept, spill_bytes))
+    return HeadLayout(*_of_head("head_layout", 4, head_shape, compute, tokens, kept, spill_bytes))
 
 
 class ScratchPlan(NamedTuple):
     """How the scratch budget of a call is spent."""
 
-    superblock: int
-    """vocabulary blocks whose dz is held at a time"""
     spill_bytes: int
     """for exponentials of tokens that do not fit dW's storage"""
     fixed_bytes: int
@@ -102,7 +103,7 @@ def scratch_plan(
     head_shape: tuple[int, int], compute: torch.dtype, tokens: int, kept: Tensor, budget: int
 ) -> ScratchPlan:
     """For scores and gradient of so many tokens, with torch's number of threads."""
-    return ScratchPlan(*_of_head("scratch_plan", head_shape, compute, tokens, kept, budget))
+    return ScratchPlan(*_of_head("scratch_plan", 3, head_shape, compute, tokens, kept, budget))
 
 
 def scalar(dtype: torch.dtype) -> int:
@@ -162,9 +163,8 @@ class HeadSums(NamedTuple):
 
 
 def head_scores(
-    inputs: HeadInputs, with_entropy: bool, kept: Tensor, spill: Tensor, sum_offset: Tensor | None = None,
-    superblock: int = 1,
-) -> tuple[Tensor, Tensor, HeadSums | None]:  # fmt: skip
+    inputs: HeadInputs, with_entropy: bool, kept: Tensor, spill: Tensor, sum_offset: Tensor | None = None
+) -> tuple[Tensor, Tensor, HeadSums | None]:
     """Statistics [4, N], offsets of the exponentials that go to `kept` and `spill`, and sums if they have an offset.
 
     One product, two with sums.
@@ -174,14 +174,14 @@ def head_scores(
     statistics = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
     offsets = statistics.new_empty((layout.blocks, layout.kept_panels * layout.panel_tokens))
     sums = None if sum_offset is None else HeadSums(sum_offset, statistics.new_empty(hidden.shape))
-    call("head_scores", *inputs, with_entropy, kept, spill, statistics, offsets, *(sums or (None, None)), superblock)
+    call("head_scores", *inputs, with_entropy, kept, spill, statistics, offsets, *(sums or (None, None)))
     return statistics, offsets, sums
 
 
 def head_gradient(
     inputs: HeadInputs, statistics: Tensor, offsets: Tensor, rows: Tensor, dlogp: Tensor, dentropy: Tensor | None,
-    entries: tuple[Tensor, Tensor, Tensor] | None, dweight: Tensor, spill: Tensor, superblock: int,
-    sums: HeadSums | None, need_hidden: bool, need_bias: bool,
+    entries: tuple[Tensor, Tensor, Tensor] | None, dweight: Tensor, spill: Tensor, sums: HeadSums | None,
+    need_hidden: bool, need_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """(dH [rows, H], db [V]) fp32, None where not needed; dW goes to `dweight`. A product for each of dH and dW.
 
@@ -192,7 +192,7 @@ def head_gradient(
     dbias = statistics.new_empty(len(inputs.weight)) if need_bias else None
     call(
         "head_gradient", *inputs, statistics, offsets, rows, dlogp, dentropy, *(entries or (None, None, None)), dweight,
-        spill, superblock, *(sums or (None, None)), dhidden, dbias,
+        spill, *(sums or (None, None)), dhidden, dbias,
     )  # fmt: skip
     return dhidden, dbias
 
@@ -221,10 +221,11 @@ def _argument(x: Any) -> Any:
 
 
 def _of_head(
-    name: str, head_shape: tuple[int, int], compute: torch.dtype, tokens: int, kept: Tensor | None, memory: int
-) -> list[int]:
-    """The four numbers that a function has for a head."""
+    name: str, count: int, head_shape: tuple[int, int], compute: torch.dtype, tokens: int, kept: Tensor | None,
+    memory: int,
+) -> list[int]:  # fmt: skip
+    """So many numbers, which a function has for a head."""
     row_bytes = 0 if kept is None or kept.numel() == 0 else kept.shape[1] * kept.element_size()
-    out = (4 * ctypes.c_int64)()
+    out = (count * ctypes.c_int64)()
     call(name, *head_shape, compute == torch.bfloat16, tokens, row_bytes, memory, out)
     return list(out)

@@ -70,8 +70,7 @@ class NativeEngine:
         stored = STORED * (SCRATCH_BYTES if max_scratch_bytes is None else max_scratch_bytes)
 
         def too_many(panels: int) -> bool:
-            rows = longest_chunk(num_tokens, panels * panel)
-            return _plan(head, rows, nothing, budget).kept_tokens < rows
+            return _plan(head, panels * panel, nothing, budget).kept_tokens < panels * panel
 
         most = range(1, int(stored) // (of_token * panel) + 1)
         return bisect_left(most, True, key=too_many) * panel or MANY
@@ -126,9 +125,7 @@ class NativeEngine:
             spill = memory[:bytes_stored]
             if scored:
                 offset = None if sum_offset is None else sum_offset[part]
-                table, offsets, sums = cpu_library.head_scores(
-                    inputs, work.with_entropy, storage, spill, offset, plan.superblock
-                )
+                table, offsets, sums = cpu_library.head_scores(inputs, work.with_entropy, storage, spill, offset)
                 stats = tokens.merged(rows, Statistics.of(table, work.with_entropy))
             else:  # no large dW holds the exponentials, so they are computed again either way
                 assert work.known is not None
@@ -145,13 +142,12 @@ class NativeEngine:
             dentropy = None if dentropy is None else dentropy.to(torch.float32).contiguous()
             part_dhidden, part_dbias = cpu_library.head_gradient(
                 inputs, stats.table, offsets, chosen, dlogp, dentropy, entries, nothing if dweight is None else dweight,
-                spill, plan.superblock, sums, needs.need_hidden, needs.need_bias,
+                spill, sums, needs.need_hidden, needs.need_bias,
             )  # fmt: skip
             if sums is not None and part_dhidden is not None and not (table[0] <= sums.offset).all():
                 far = ~(table[0] <= sums.offset)[chosen]
                 part_dhidden[far] = cast(Tensor, cpu_library.head_gradient(
-                    inputs, stats.table, offsets, chosen[far], dlogp, None, None, nothing, spill, plan.superblock, None,
-                    True, False,
+                    inputs, stats.table, offsets, chosen[far], dlogp, None, None, nothing, spill, None, True, False,
                 )[0])  # fmt: skip
             worked += chosen.shape[0]
             if part_dhidden is not None:

@@ -34,7 +34,7 @@ def test_parts_hold_as_many_tokens_as_exponentials_fit(dtype):
     assert engine.chunk_rows(frozen, 1000, budget) == MANY
     assert engine.cost(frozen, 1000, budget).products == 2.0
     wide = head._replace(base=torch.empty(1, 2**15, dtype=dtype).expand(2**15, -1))
-    budget = native._plan(wide, 64, torch.empty(0), 2**40).fixed_bytes  # of which operands take more than their part
+    budget = 2 * native._plan(wide, 64, torch.empty(0), 0).fixed_bytes  # of which operands take more than their part
     rows = engine.chunk_rows(wide, 1024, budget)
     kept = [native._plan(wide, count, torch.empty(0), budget).kept_tokens for count in (rows, rows + 64)]
     assert kept[0] == rows >= 64
@@ -54,13 +54,11 @@ def test_the_number_of_threads_does_not_change_the_parts(vocab, rows, threads):
 
 
 def test_the_parts_that_are_made_fit(threads):
-    """They share the tokens evenly, and shorter ones may store fewer tokens: their blocks are more at a time."""
+    """They share the tokens evenly."""
     threads(8)
     base, b = torch.empty(1, 64, dtype=torch.bfloat16).expand(8000, -1), torch.empty(1, 256).expand(8000, -1)
     head, nothing = LMHead(b, compute_dtype=torch.bfloat16, base=base, terms=3), torch.empty(0)
     budget = native._budget(None, nothing)
-    assert native._plan(head, 1792, nothing, budget).kept_tokens == 1792, "which would be two parts of 1536"
-    assert native._plan(head, 1536, nothing, budget).kept_tokens < 1536
     engine = native.NativeEngine()
     rows = longest_chunk(3000, engine.chunk_rows(head, 3000, None))
     plan, cost = native._plan(head, rows, nothing, budget), engine.cost(head, 3000, None)
@@ -74,7 +72,7 @@ def parts(monkeypatch):
     found, real = [], cpu_library.head_gradient
 
     def gradient(*args):
-        found.append((len(args[3]), args[10] is not None))
+        found.append((len(args[3]), args[9] is not None))
         return real(*args)
 
     monkeypatch.setattr(cpu_library, "head_gradient", gradient)

@@ -79,7 +79,7 @@ def test_heads_in_fp32(head, entropy, scratch):
     assert_same(case.run(config, impl="native", max_scratch_bytes=scratch), want, tol=2e-5)
 
 
-# (N, H, V): one of everything; odd; several panels, blocks and superblocks; more tokens than a chunk of dW holds
+# (N, H, V): one of everything; odd; several panels and blocks; more tokens than a chunk of dW holds
 SHAPES = [(1, 1, 1), (3, 5, 1), (1, 7, 3), (65, 33, 257), (130, 200, 5000), (1100, 70, 300)]
 
 

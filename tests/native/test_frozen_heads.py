@@ -86,11 +86,10 @@ def test_vocabularies_of_any_size(vocab):
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("scratch", [None, 1], ids=["superblocks of three", "one block at a time"])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [900, 52000], ids=["a block for each split", "splits of several blocks"])
-def test_scores_are_those_of_scoring_and_sums_of_any_threads(vocab, dtype, with_entropy, scratch, threads):
+def test_scores_are_those_of_scoring_and_sums_of_any_threads(vocab, dtype, with_entropy, threads):
     problem = Problem(dtype, tokens=130, width=8, vocab=vocab)
     nothing = torch.empty(0), torch.empty(0, dtype=torch.uint8)
     inputs = cpu_library.HeadInputs(
@@ -101,10 +100,7 @@ def test_scores_are_those_of_scoring_and_sums_of_any_threads(vocab, dtype, with_
     sums = []
     for count in (1, 2, 5):
         threads(count)
-        budget = 64 * 2**20 if scratch is None else scratch
-        plan = cpu_library.scratch_plan((vocab, 8), dtype, 130, nothing[0], budget)
-        offset = want[0] + 1
-        table, offsets, made = cpu_library.head_scores(inputs, with_entropy, *nothing, offset, plan.superblock)
+        table, offsets, made = cpu_library.head_scores(inputs, with_entropy, *nothing, want[0] + 1)
         assert torch.equal(table, want)
         assert offsets.numel() == 0
         sums.append(made.values)
@@ -226,7 +222,7 @@ def test_slices_of_the_vocabulary():
             torch.where(mine, problem.ids[0] - part.start, -1), torch.ones(N), 1.0, 0.0,
         )  # fmt: skip
         z = problem.hidden[0] @ problem.weight[part].T
-        _, offsets, sums = cpu_library.head_scores(inputs, False, *nothing, z.amax(1) + 3.0 * part.start / V, 3)
+        _, offsets, sums = cpu_library.head_scores(inputs, False, *nothing, z.amax(1) + 3.0 * part.start / V)
         scored.append((inputs, offsets, sums))
     hidden = problem.hidden[0].double().requires_grad_()
     z = hidden @ problem.weight.double().T
@@ -234,7 +230,7 @@ def test_slices_of_the_vocabulary():
     logps.backward(dlogp.double())
     table = torch.stack([z.amax(1), z.logsumexp(1) - z.amax(1), logps, torch.zeros(N)]).detach().float()
     parts = [
-        cpu_library.head_gradient(inputs, table, offsets, rows, dlogp, None, None, *nothing, 3, sums, True, False)[0]
+        cpu_library.head_gradient(inputs, table, offsets, rows, dlogp, None, None, *nothing, sums, True, False)[0]
         for inputs, offsets, sums in scored
     ]
     assert frobenius_error(sum(parts), hidden.grad) < 2e-5

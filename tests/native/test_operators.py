@@ -23,10 +23,10 @@ def scores(**changes):
         "codes": None, "rounded": 0, "row_scale": None, "bias": None, "targets": torch.randint(0, V, (N,)),
         "temperature": torch.ones(N), "scale": 1.0, "softcap": 0.0, "set_ids": None, "set_ranges": None,
         "with_entropy": True, "kept": torch.empty(V, H), "spill": torch.empty(V * 64 * 4, dtype=torch.uint8),
-        "sum_offset": None, "superblock": 1, **changes,
+        "sum_offset": None, **changes,
     }  # fmt: skip
     inputs = cpu_library.HeadInputs(*[arguments[name] for name in cpu_library.HeadInputs._fields])
-    return inputs, *list(arguments.values())[-5:]
+    return inputs, *list(arguments.values())[-4:]
 
 
 def sets_of_first(ids, of_first):
@@ -41,7 +41,7 @@ def gradient(**changes):
     statistics, offsets, _ = cpu_library.head_scores(inputs, True, kept, spill)
     arguments = {
         "inputs": inputs, "statistics": statistics, "offsets": offsets, "rows": torch.arange(0, N, 2), "dlogp": torch.randn(N),
-        "dentropy": torch.randn(N), "entries": None, "dweight": kept, "spill": spill, "superblock": 2, "sums": None,
+        "dentropy": torch.randn(N), "entries": None, "dweight": kept, "spill": spill, "sums": None,
         "need_hidden": True, "need_bias": True, **changes,
     }  # fmt: skip
     return tuple(arguments.values())
@@ -101,7 +101,6 @@ def entries(tokens, ids, values=None):
         ({"set_ids": torch.arange(2), "set_ranges": torch.zeros(N, 3, dtype=torch.int64)}, r"must be \[70, 2\]"),
         ({"spill": torch.empty(V * 64 * 4 + 1, dtype=torch.uint8)}, "the same number of bytes for each of 300 rows"),
         ({**NOTHING_KEPT, "sum_offset": torch.zeros(N - 1)}, rf"sum_offset must be \[{N}\]; got \[{N - 1}\]"),
-        ({**NOTHING_KEPT, "sum_offset": torch.zeros(N), "superblock": 0}, "a superblock of at least 1"),
         ({**NOTHING_KEPT, "sum_offset": torch.zeros(N), **sets_of_first([1], [0, 1])}, "no candidate sets"),
     ],
 )  # fmt: skip
@@ -120,7 +119,6 @@ def test_wrong_scores_are_refused(changes, message):
         ({"offsets": torch.zeros(1, 64)}, r"offsets must be \[2, 64\]; got \[1, 64\]"),
         ({"dlogp": torch.zeros(N - 1)}, r"dlogp must be \[70\]"),
         ({"dentropy": torch.zeros(N).double()}, "dentropy has the wrong dtype"),
-        ({"superblock": 0}, "superblock must be at least 1; got 0"),
         (entries([35], [1]), r"entry_tokens must be in \[0, 35\); got 35 at 0"),
         (entries([0], [V]), rf"entry_ids must be in \[0, {V}\); got {V} at 0"),
         (entries([0], [1], torch.zeros(1).double()), "entry_values has the wrong dtype"),

@@ -90,12 +90,12 @@ void tile(const void* kept, int64_t stride, int64_t rows, const GradientLanes& l
         next_sum = next_sum + second;
         second = second * next_scale;
         for (int64_t p = 0; p < pieces_of(Kind); p++) {
-          const Words low = take_piece(first), high = take_piece(second);
-          if (along.words != nullptr) store(along.words + r / 2 * along.stride + p * along.piece + lane, low | high << 16);
+          const Halves low = take_piece(first), high = take_piece(second);
+          if (along.words != nullptr) store(along.words + r / 2 * along.stride + p * along.piece + lane, in_pairs(low, high));
           if (across.words != nullptr) {
             uint32_t* to = across.words + r * across.stride + p * across.piece + lane / 2;
-            store(reinterpret_cast<uint16_t*>(to), narrow(low));
-            if (paired) store(reinterpret_cast<uint16_t*>(to + across.stride), narrow(high));
+            store(reinterpret_cast<uint16_t*>(to), low);
+            if (paired) store(reinterpret_cast<uint16_t*>(to + across.stride), high);
           }
         }
       }
@@ -115,10 +115,12 @@ constexpr auto tile_of(bool dense) {
 void gradient_tile(const void* kept, Dtype dtype, int64_t stride, int64_t rows, Operand kind,
                    const GradientLanes& lanes, Packed across, Packed along, float* row_sums) {
   const bool dense = lanes.minus_dentropy == nullptr && lanes.softcap == 0.0f;
-  const auto work = !holds_pairs(kind) ? (dtype == Dtype::bf16 ? tile_of<Operand::fp32, Dtype::bf16>(dense)
-                                                               : tile_of<Operand::fp32, Dtype::fp32>(dense))
-                    : kind == Operand::bf16 ? tile_of<Operand::bf16, Dtype::bf16>(dense)
-                                            : tile_of<Operand::pieces, Dtype::fp32>(dense);
+  auto work = dtype == Dtype::bf16 ? tile_of<Operand::fp32, Dtype::bf16>(dense)
+                                   : tile_of<Operand::fp32, Dtype::fp32>(dense);
+  if constexpr (kHasPairs) {
+    if (kind == Operand::bf16) work = tile_of<Operand::bf16, Dtype::bf16>(dense);
+    if (kind == Operand::pieces) work = tile_of<Operand::pieces, Dtype::fp32>(dense);
+  }
   work(kept, stride, rows, lanes, across, along, row_sums);
 }
 

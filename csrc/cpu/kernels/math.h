@@ -53,21 +53,23 @@ inline Floats tanh_of(Floats x) {
   return (Floats)((Words)((all(1.0f) - t) / (all(1.0f) + t)) | sign);
 }
 
-// fp32 numbers rounded to bf16 (nearest even), one in the low half of each word; NaN stays NaN.
-inline Words bf16_words(Floats x) {
+inline Floats from_bf16(Halves x) { return (Floats)(widen(x) << 16); }
+
+#ifndef GRPO_AVX512_BF16
+// fp32 numbers rounded to bf16 (nearest even); NaN stays NaN.
+inline Halves to_bf16(Floats x) {
   const Words bits = (Words)x;
   const Words rounded = (bits + ((bits >> 16 & all_words(1)) + all_words(0x7fff))) >> 16;
-  return select(unordered(x), all_words(0x7fc0), rounded);
+  return narrow(select(unordered(x), all_words(0x7fc0), rounded));
 }
+#endif
 
 // Takes the next bf16 piece from x, of which the rest stays: NaN, if the piece is not finite.
-inline Words take_piece(Floats& x) {
-  const Words piece = bf16_words(x);
-  x = x - (Floats)(piece << 16);
+inline Halves take_piece(Floats& x) {
+  const Halves piece = to_bf16(x);
+  x = x - from_bf16(piece);
   return piece;
 }
-
-inline Floats from_bf16(Halves x) { return (Floats)(widen(x) << 16); }
 
 // fp8 with 4 bits of exponent (e4m3fn: no infinity; all other bits set is NaN), by way of fp16, whose exponents are 8 larger.
 inline Floats from_fp8(Bytes x) {

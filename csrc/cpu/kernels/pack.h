@@ -7,7 +7,7 @@ namespace {
 inline Floats rounded_to(Floats x, Dtype compute) {
   switch (compute) {
     case Dtype::fp32: return x;
-    case Dtype::bf16: return (Floats)(bf16_words(x) << 16);
+    case Dtype::bf16: return from_bf16(to_bf16(x));
     default: return from_fp16(to_fp16(x));
   }
 }
@@ -27,8 +27,7 @@ constexpr int64_t kAheadBytes = 4096;
 // (int8 to bf16).
 template <Dtype From, Operand Kind>
 void pack(const WeightRows& source, int64_t rows, Dtype compute, Packed out, int64_t words) {
-  // numbers of 8 bits are their upper halves, and what is bf16 at the end need not be rounded to it before
-  const bool exact = item_bytes(From) == 1 && source.scale == nullptr && From != Dtype::half_bytes;
+  // what is bf16 at the end need not be rounded to it before
   const Dtype between = Kind == Operand::bf16 && source.rounded == compute ? Dtype::fp32 : source.rounded;
   const int64_t depth = source.columns, group = depth / source.groups, item = item_bytes(From);
   constexpr int64_t kNumbers = kWidth * (Kind == Operand::fp32 ? 1 : 2);
@@ -57,13 +56,9 @@ void pack(const WeightRows& source, int64_t rows, Dtype compute, Packed out, int
         store(to + k, (Words)x);
       } else {
         Floats y = numbers(k + kWidth, count - kWidth);
-        if constexpr (Kind == Operand::bf16) {
-          store(to + k / 2, exact ? low_halves((Words)x >> 16, (Words)y >> 16) : low_halves(bf16_words(x), bf16_words(y)));
-        } else {
-          for (int64_t p = 0; p < pieces_of(Kind); p++) {
-            const Words low = take_piece(x), high = take_piece(y);
-            store(to + p * out.piece + k / 2, low_halves(low, high));
-          }
+        for (int64_t p = 0; p < pieces_of(Kind); p++) {
+          const Halves low = take_piece(x), high = take_piece(y);
+          store(to + p * out.piece + k / 2, joined(low, high));
         }
       }
     };
@@ -100,9 +95,11 @@ void pack_rows(const WeightRows& source, int64_t rows, Dtype compute, Operand ki
     }
     return;
   }
-  const auto work = kind == Operand::bf16   ? pack_of<Operand::bf16>(source.dtype)
-                    : kind == Operand::fp32 ? pack_of<Operand::fp32>(source.dtype)
-                                            : pack_of<Operand::pieces>(source.dtype);
+  auto work = pack_of<Operand::fp32>(source.dtype);
+  if constexpr (kHasPairs) {
+    if (kind == Operand::bf16) work = pack_of<Operand::bf16>(source.dtype);
+    if (kind == Operand::pieces) work = pack_of<Operand::pieces>(source.dtype);
+  }
   work(source, rows, compute, out, words);
 }
 
@@ -117,7 +114,7 @@ void transpose_panel(const uint32_t* rows, int64_t stride, int64_t depth, uint32
 void interleave_panel(const uint32_t* rows, int64_t count, int64_t stride, int64_t first, int64_t words, Operand kind,
                       uint32_t* out) {
   const int64_t left = words * per_word(kind) - first, columns = left < kLanes ? left : kLanes;
-  if (!holds_pairs(kind)) {
+  if (!kHasPairs || kind == Operand::fp32) {
     for (int64_t r = 0; r < count; r++, out += kLanes) {
       int64_t j = 0;
       for (; j < columns; j += kWidth) store(out + j, load(rows + r * stride + first + j));
@@ -147,7 +144,7 @@ void store_gradient(const float* panel, int64_t rows, int64_t columns, Dtype dty
       if (dtype == Dtype::fp32) {
         store_first(static_cast<float*>(out) + at, count, x);
       } else {
-        store_first(static_cast<uint16_t*>(out) + at, count, dtype == Dtype::bf16 ? narrow(bf16_words(x)) : to_fp16(x));
+        store_first(static_cast<uint16_t*>(out) + at, count, dtype == Dtype::bf16 ? to_bf16(x) : to_fp16(x));
       }
     };
     int64_t j = 0;

@@ -47,7 +47,7 @@ void exponentials(const float* z, int64_t rows, const Floats* max, const TileSta
       ties[j] = add_where(at_max, ties[j], all(1.0f));
       if constexpr (Entropy) weighted[j] = multiply_add(e, larger(all(kLowestLogp), shifted), weighted[j]);
       if constexpr (Keep && Kept == Dtype::bf16) {
-        store(static_cast<uint16_t*>(kept) + at, narrow(bf16_words(e)));
+        store(static_cast<uint16_t*>(kept) + at, to_bf16(e));
       } else if constexpr (Keep) {
         store(static_cast<float*>(kept) + at, e);
       }

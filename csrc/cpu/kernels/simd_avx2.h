@@ -1,8 +1,6 @@
 // AVX2 with FMA and F16C: 8 lanes a vector. simd_avx512.h has the same names for AVX-512, with what they mean.
 #pragma once
 
-#define PRODUCT
-
 namespace grpo {
 namespace {
 
@@ -19,8 +17,7 @@ struct Bytes {
 using Mask = __m256;
 typedef uint32_t Words __attribute__((vector_size(32)));
 
-// There are no bf16 products: operands are fp32.
-inline bool holds_pairs(Operand) { return false; }
+constexpr bool kHasPairs = false;
 
 inline Floats all(float x) { return _mm256_set1_ps(x); }
 inline Words all_words(uint32_t x) { return (Words)_mm256_set1_epi32(static_cast<int>(x)); }
@@ -137,11 +134,8 @@ inline Words compressed(uint32_t bits, Words x) {
   return (Words)_mm256_permutevar8x32_epi32((__m256i)x, _mm256_cvtepu8_epi32(from));
 }
 
-inline Words low_halves(Words a, Words b) {
-  const __m256i low = _mm256_set1_epi32(0xffff);
-  const __m256i in_lanes = _mm256_packus_epi32(_mm256_and_si256((__m256i)a, low), _mm256_and_si256((__m256i)b, low));
-  return (Words)_mm256_permute4x64_epi64(in_lanes, 0xd8);
-}
+inline Words joined(Halves a, Halves b) { return (Words)_mm256_set_m128i(b, a); }
+inline Words in_pairs(Halves a, Halves b) { return widen(a) | widen(b) << 16; }
 
 inline void interleave(Words a, Words b, Words* low, Words* high) {
   const __m256i even = _mm256_unpacklo_epi16((__m256i)a, (__m256i)b);

@@ -1,9 +1,6 @@
 // AVX-512: 16 lanes a vector. simd_avx2.h has the same names for AVX2.
 #pragma once
 
-// The fp32 product shares its templates with bf16. Compilers emit AVX512-BF16 for its intrinsics only, so it has none.
-#define PRODUCT __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-
 namespace grpo {
 namespace {
 
@@ -20,7 +17,12 @@ using Bytes = __m128i;
 using Mask = __mmask16;
 typedef uint32_t Words __attribute__((vector_size(64)));
 
-inline bool holds_pairs(Operand kind) { return kind != Operand::fp32; }
+#ifdef GRPO_AVX512_BF16
+constexpr bool kHasPairs = true;
+inline Halves to_bf16(Floats x) { return (Halves)_mm512_cvtneps_pbh(x); }
+#else
+constexpr bool kHasPairs = false;
+#endif
 
 inline Floats all(float x) { return _mm512_set1_ps(x); }
 inline Words all_words(uint32_t x) { return (Words)_mm512_set1_epi32(static_cast<int>(x)); }
@@ -101,11 +103,14 @@ inline Words compressed(uint32_t bits, Words x) {
   return (Words)_mm512_maskz_compress_epi32(static_cast<Mask>(bits), (__m512i)x);
 }
 
-// The low halves of the words of a, then those of b.
-inline Words low_halves(Words a, Words b) {
-  alignas(64) static constexpr uint16_t kFrom[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
-                                                     32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
-  return (Words)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(kFrom), (__m512i)b);
+// Those of a, then those of b.
+inline Words joined(Halves a, Halves b) { return (Words)_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1); }
+
+// One of a and one of b in each word.
+inline Words in_pairs(Halves a, Halves b) {
+  alignas(64) static constexpr uint16_t kFrom[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return (Words)_mm512_permutexvar_epi16(_mm512_load_si512(kFrom), (__m512i)joined(a, b));
 }
 
 // Halves of a and b in turns: a0 b0 a1 b1 ...
