@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <mutex>
 #include <numeric>
 #include <vector>
 
@@ -19,11 +20,11 @@ namespace grpo {
 namespace {
 
 // dH is made of some sums, to which groups are added in turns: a thread that the system has put aside holds up the
-// others only after as many groups. Two, or more within so many bytes.
-constexpr int64_t kSumBytes = 4 << 20, kMostSums = 8;
+// others only after as many groups. One, or more within so many bytes.
+constexpr int64_t kSumBytes = 8 << 20, kMostSums = 8;
 
 // `bytes`: of one.
-int64_t sums_of_dhidden(int64_t bytes) { return std::clamp<int64_t>(kSumBytes / std::max<int64_t>(bytes, 1), 2, kMostSums); }
+int64_t sums_of_dhidden(int64_t bytes) { return std::clamp<int64_t>(kSumBytes / std::max<int64_t>(bytes, 1), 1, kMostSums); }
 
 struct Sizes {
   int64_t padded;         // tokens that have a gradient, in whole panels
@@ -216,27 +217,56 @@ struct Scratch {
   }
 };
 
-// Scoring beside the sums of dH.
-struct Scoring {
-  Partials partials;  // of each block
-  float* offsets;     // of kept exponentials: see `GradientInputs`
+// Scoring beside the sums of dH. Blocks are merged in the order of `score_head`, to the same bits: a thread that has put
+// in the next one merges those after it, too, as far as they are scored.
+class Scoring {
+ public:
+  Scoring(const Plan& plan, const HeadInputs& inputs, bool with_entropy, float* offsets, int64_t workers)
+      : plan_(plan), splits_(split_count(plan)), panels_(ceil_div(inputs.tokens, kLanes)),
+        ahead_(plan.group * (workers + kMostSums)), offsets_(offsets),
+        partials_(splits_ + ahead_, inputs, with_entropy), scored_(ahead_) {}
 
-  Scoring(const Plan& plan, const HeadInputs& inputs, bool with_entropy, float* offsets)
-      : partials(plan.blocks, inputs, with_entropy), offsets(offsets) {}
+  // Waits while too many blocks before it are not merged.
+  void wait_for_room(int64_t block) const { wait_until_at_least(merged_, block - ahead_ + 1); }
 
-  // Merged in the order of `score_head`, to the same bits.
-  void finish(const Plan& plan, const HeadInputs& inputs, const Statistics& out) const {
-    const int64_t panels = ceil_div(inputs.tokens, kLanes);
-    parallel_tasks(panels, worker_count(panels), [&](int64_t panel, int64_t) {
-      for (int64_t split = 0; split < split_count(plan); split++) {
-        const int64_t begin = split_begin(plan, split), end = split_begin(plan, split + 1);
-        const TileStatistics total = partials.at(begin, panel);
-        for (int64_t block = begin + 1; block < end; block++) plan.kernels->merge_tile(total, partials.at(block, panel));
-        if (split > 0) plan.kernels->merge_tile(partials.at(0, panel), total);
-      }
-    });
-    partials.finish(inputs, out);
+  // Where a block's statistics are put: the first one of a split begins its sums.
+  TileStatistics at(int64_t block, int64_t panel) const {
+    const int64_t split = split_of(plan_, block);
+    return partials_.at(begins(block, split) ? split : splits_ + block % ahead_, panel);
   }
+
+  // Of a tile, whose z are given; `offset_at`: where its maxima go, or -1.
+  void take(const HeadInputs& inputs, int64_t block, int64_t panel, const float* z, int64_t offset_at) const {
+    partials_.take_targets(plan_, inputs, block, panel, z);
+    const float* const max = at(block, panel).max;
+    if (offset_at >= 0) std::copy(max, max + kLanes, offsets_ + offset_at);
+  }
+
+  void merge(int64_t block) {
+    const std::lock_guard<std::mutex> lock(merging_);
+    scored_[block % ahead_] = true;
+    for (int64_t next = merged_; next < plan_.blocks && scored_[next % ahead_]; merged_ = ++next) {
+      scored_[next % ahead_] = false;
+      const int64_t split = split_of(plan_, next);
+      if (begins(next, split)) continue;
+      for (int64_t panel = 0; panel < panels_; panel++) {
+        plan_.kernels->merge_tile(partials_.at(split, panel), at(next, panel));
+      }
+    }
+  }
+
+  void finish(const HeadInputs& inputs, const Statistics& out) const { partials_.finish(plan_, inputs, out); }
+
+ private:
+  bool begins(int64_t block, int64_t split) const { return block == split_begin(plan_, split); }
+
+  const Plan& plan_;
+  int64_t splits_, panels_, ahead_;
+  float* offsets_;     // of kept exponentials: see `GradientInputs`
+  Partials partials_;  // of splits, then of blocks that are not merged yet
+  std::vector<char> scored_;
+  std::mutex merging_;
+  std::atomic<int64_t> merged_{0};
 };
 
 // What a group reads, and where it is worked on.
@@ -244,14 +274,14 @@ struct Call {
   const Plan& plan;
   const HeadInputs& inputs;
   const GradientInputs& gradient;
-  const Scoring* scoring;  // or nullptr
+  Scoring* scoring;  // or nullptr
   Sizes sizes;
   Lanes lanes;
   TokenPanels recomputed;
   Buffer<uint32_t> columns;
   Scratch scratch;
 
-  static Call of(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g, const Scoring* scoring) {
+  static Call of(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g, Scoring* scoring) {
     const Sizes sizes = Sizes::of(plan, inputs, g);
     const int64_t panels = ceil_div(inputs.tokens, kLanes);
     return {plan, inputs, g, scoring, sizes, Lanes(inputs, g, sizes.padded),
@@ -279,12 +309,13 @@ Exponentials exponentials_of_panel(const Call& call, Left weight, int64_t block,
   }
   float rest[kLanes];
   TileStatistics tile{call.scratch.tile_offsets.of(worker), rest, nullptr};
-  if (call.scoring != nullptr) tile = call.scoring->partials.at(block, panel);
+  if (call.scoring != nullptr) tile = call.scoring->at(block, panel);
   float* const z = call.scratch.tile.of(worker);
   char* values = kept != nullptr ? kept : call.scratch.tile_exponentials.of(worker);
   exponentials_of_tile(call.plan, inputs, weight, call.recomputed.panel(panel), block, panel, z, tile, values, {});
-  if (call.scoring != nullptr) call.scoring->partials.take_targets(call.plan, inputs, block, panel, z);
-  if (kept != nullptr) std::copy(tile.max, tile.max + kLanes, call.scoring->offsets + inputs.offset_at(block, panel));
+  if (call.scoring != nullptr) {
+    call.scoring->take(inputs, block, panel, z, kept == nullptr ? -1 : inputs.offset_at(block, panel));
+  }
   return {values, kLanes, tile.max};
 }
 
@@ -379,15 +410,14 @@ void put_entries(const Call& call, EntryRange range, int64_t first_token, int64_
 void add_to_adapter(const Call& call, int64_t block, const float* sums) {
   const int64_t first = block * call.plan.block_rows, columns = call.inputs.weight.columns;
   const int64_t all = call.inputs.gradient_columns();
-  for (int64_t r = 0; r < call.plan.rows_of(block); r++) {
-    float* const out = static_cast<float*>(call.gradient.dweight) + (first + r) * columns;
-    const float inverse = call.inputs.row_scale == nullptr ? 1.0f : 1.0f / call.inputs.row_scale[first + r];
-    for (int64_t at = 0; at < all;) {  // of a panel, and of a term
-      const int64_t column = at % columns, lane = at % kLanes;
-      const int64_t count = std::min({columns - column, kLanes - lane, all - at});
-      const float* const from = sums + ((at / kLanes) * call.plan.block_rows + r) * kLanes + lane;
-      for (int64_t j = 0; j < count; j++) out[column + j] += from[j] * inverse;
-      at += count;
+  for (int64_t at = 0, count = 0; at < all; at += count) {  // of a panel, and of a term
+    const int64_t column = at % columns, lane = at % kLanes;
+    count = std::min({columns - column, kLanes - lane, all - at});
+    const float* from = sums + at / kLanes * call.plan.block_rows * kLanes + lane;
+    float* out = static_cast<float*>(call.gradient.dweight) + first * columns + column;
+    for (int64_t r = 0; r < call.plan.rows_of(block); r++, from += kLanes, out += columns) {
+      const float inverse = call.inputs.row_scale == nullptr ? 1.0f : 1.0f / call.inputs.row_scale[first + r];
+      for (int64_t j = 0; j < count; j++) out[j] += from[j] * inverse;
     }
   }
 }
@@ -518,7 +548,9 @@ void work_on_group(const Call& call, int64_t group, std::atomic<int64_t>* added,
       uint32_t* const buffer = call.scratch.weight.of(worker) + (block - first) * plan.block_rows * plan.stride;
       weight = weight_block(plan, inputs, block, buffer);
     }
+    if (call.scoring != nullptr) call.scoring->wait_for_room(block);
     work_on_block(call, weight, block, (block - first) * plan.block_rows / call.sizes.pair, worker);
+    if (call.scoring != nullptr) call.scoring->merge(block);
   }
   if (need_hidden) add_to_dhidden(call, group, weights, added, worker);
 }
@@ -586,9 +618,9 @@ ScratchPlan ScratchPlan::of(const Plan& plan, int64_t tokens, int64_t row_bytes,
   if (padded > chunk) per_thread += plan.block_rows * columns * 4;
   scratch.fixed_bytes = threads * per_thread;
   const int64_t sum_bytes = padded * columns * 4;  // as many as there may be, so that more tokens never need less
-  scratch.fixed_bytes += std::min(kMostSums * sum_bytes, std::max(kSumBytes, 2 * sum_bytes));
-  // hidden states as gathered and as packed, fp32 dH as returned; statistics of blocks
-  scratch.fixed_bytes += padded * columns * (2 * item + 4) + padded * (plan.blocks * 8 + 64);
+  scratch.fixed_bytes += std::min(kMostSums * sum_bytes, std::max(kSumBytes, sum_bytes));
+  // hidden states as gathered and as packed, fp32 dH as returned; partial statistics
+  scratch.fixed_bytes += padded * columns * (2 * item + 4) + padded * (std::min(plan.blocks, kSplits) * 12 + 64);
   const int64_t fits = row_bytes / (kLanes * kept);
   scratch.fixed_bytes += std::min(fits, panels) * kLanes * plan.blocks * 4;
   const int64_t panel_bytes = kLanes * (plan.vocab * kept + plan.blocks * 4);
@@ -605,9 +637,9 @@ void score_and_sum_head(const Plan& plan, const HeadInputs& inputs, const Statis
   std::iota(rows.begin(), rows.end(), 0);
   GradientInputs g{};
   g.rows = rows.data(), g.count = inputs.tokens, g.sums = sums, g.dhidden = sums.values;
-  const Scoring scoring(plan, inputs, out.with_entropy, offsets);
+  Scoring scoring(plan, inputs, out.with_entropy, offsets, worker_count(plan.blocks));
   Call::of(plan, inputs, g, &scoring).run();
-  scoring.finish(plan, inputs, out);
+  scoring.finish(inputs, out);
 }
 
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient) {

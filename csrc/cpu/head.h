@@ -265,8 +265,9 @@ void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, Left weigh
 // Ranges of blocks whose statistics are merged one after the other; the next one begins where one ends.
 inline int64_t split_count(const Plan& plan) { return std::min(kSplits, plan.blocks); }
 inline int64_t split_begin(const Plan& plan, int64_t split) { return split * plan.blocks / split_count(plan); }
+inline int64_t split_of(const Plan& plan, int64_t block) { return ((block + 1) * split_count(plan) - 1) / plan.blocks; }
 
-// Statistics of all tokens for some ranges of the vocabulary, and z of the targets.
+// Statistics of all tokens for some ranges of the vocabulary, of which the first are the splits, and z of the targets.
 class Partials {
  public:
   Partials(int64_t ranges, const HeadInputs& inputs, bool with_entropy)
@@ -281,8 +282,8 @@ class Partials {
   // Those of a scored tile, whose z are given.
   void take_targets(const Plan& plan, const HeadInputs& inputs, int64_t block, int64_t panel, const float* z) const;
 
-  // The scores of all tokens from the statistics of range 0.
-  void finish(const HeadInputs& inputs, const Statistics& out) const;
+  // The scores of all tokens from the splits, which are merged.
+  void finish(const Plan& plan, const HeadInputs& inputs, const Statistics& out) const;
 
  private:
   int64_t padded_;

@@ -193,7 +193,10 @@ void Partials::take_targets(const Plan& plan, const HeadInputs& inputs, int64_t 
   }
 }
 
-void Partials::finish(const HeadInputs& inputs, const Statistics& out) const {
+void Partials::finish(const Plan& plan, const HeadInputs& inputs, const Statistics& out) const {
+  for (int64_t split = 1; split < split_count(plan); split++) {
+    for (int64_t panel = 0; panel < padded_ / kLanes; panel++) plan.kernels->merge_tile(at(0, panel), at(split, panel));
+  }
   const TileStatistics total = at(0, 0);
   for (int64_t t = 0; t < inputs.tokens; t++) {
     const float max = total.max[t];
@@ -226,12 +229,7 @@ void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& ou
       }
     }
   });
-  for (int64_t split = 1; split < splits; split++) {
-    for (int64_t panel = 0; panel < panels; panel++) {
-      plan.kernels->merge_tile(partials.at(0, panel), partials.at(split, panel));
-    }
-  }
-  partials.finish(inputs, out);
+  partials.finish(plan, inputs, out);
 }
 
 void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64_t out_stride) {
