@@ -28,13 +28,13 @@ int64_t sums_of_dhidden(int64_t bytes) { return std::clamp<int64_t>(kSumBytes / 
 
 struct Sizes {
   int64_t padded;         // tokens that have a gradient, in whole panels
-  int64_t chunk;          // of them, whose dz is multiplied at a time
+  int64_t chunk, chunks;  // of them, whose dz is multiplied at a time
   int64_t pair, pieces;   // numbers in a word, pieces of a number
   int64_t column_panels;  // of dW
   int64_t groups;         // of `plan.group` vocabulary blocks
   int64_t sums;           // of dH; a group is added to the one of its number, modulo `sums`
   int64_t hidden_panels;  // of dH: its columns in panels of 64
-  int64_t strip, strips;  // of dH: tokens whose dz stays in the second-level cache while the panels of the weight pass
+  int64_t strip, strips;  // of a chunk: tokens whose dz stays in the second-level cache while panels of the weight pass
   int64_t workers;
   bool dense;             // every token has a gradient
   bool folds;             // dW is made of all its panels, see `add_to_adapter`
@@ -47,6 +47,7 @@ struct Sizes {
     Sizes sizes{};
     sizes.padded = round_up(g.count, kLanes);
     sizes.chunk = std::min(plan.token_chunk, sizes.padded);
+    sizes.chunks = ceil_div(sizes.padded, sizes.chunk);
     sizes.pair = per_word(plan.kind);
     sizes.pieces = plan.pieces();
     sizes.column_panels = ceil_div(inputs.gradient_columns(), kLanes);
@@ -62,8 +63,9 @@ struct Sizes {
     sizes.along_stride = sizes.pieces * sizes.along_depth + 16;
     if (shares_cache_sets(sizes.along_stride)) sizes.along_stride += 16;
     sizes.gathered_stride = sizes.chunk + kLanes;  // what compress_tile may write beyond
-    sizes.strip = std::max(plan.held_words / (sizes.pieces * sizes.along_depth) / kLanes * kLanes, kLanes);
-    sizes.strips = ceil_div(sizes.padded, sizes.strip);
+    const int64_t held = plan.held_words / (sizes.pieces * sizes.along_depth) / kLanes * kLanes;
+    sizes.strip = std::clamp(held, kLanes, sizes.chunk);
+    sizes.strips = ceil_div(sizes.chunk, sizes.strip);
     sizes.hidden_panels = ceil_div(inputs.dhidden_columns(), kLanes);
     sizes.sums = std::min(sums_of_dhidden(4 * sizes.padded * sizes.hidden_panels * kLanes), sizes.groups);
     return sizes;
@@ -182,14 +184,14 @@ Buffer<uint32_t> packed_columns(const Plan& plan, const HeadInputs& inputs, cons
 }
 
 struct Scratch {
-  // of a group: its weight; dz as a of the dH product, [padded][along_stride]; a panel of the weight as its b,
-  // [pieces][along_depth][64]
+  // of a group: its weight; dz of a chunk as a of the dH product, [chunk][along_stride]; a panel of the weight as its b,
+  // [pieces][along_depth][64]; panels of dW of each block
   WorkerBuffers<uint32_t> weight, along, panel;
+  WorkerBuffers<float> sums;
   Buffer<float> dhidden;  // [sums][hidden_panels][padded][64]
-  // of a block: dz of a chunk as a of the dW product, [block_rows][across_stride]; panels of dW; dz of a panel before it
-  // is transposed
+  // of a block: dz of a chunk as a of the dW product, [block_rows][across_stride]; dz of a panel before it is transposed
   WorkerBuffers<uint32_t> across;
-  WorkerBuffers<float> sums, before;
+  WorkerBuffers<float> before;
   // of a tile that is computed again: z, the maxima, the exponentials
   WorkerBuffers<float> tile, tile_offsets;
   WorkerBuffers<char> tile_exponentials;
@@ -202,11 +204,11 @@ struct Scratch {
     const int64_t for_dhidden = g.dhidden != nullptr, for_dweight = g.dweight != nullptr;
     return {
         .weight = WorkerBuffers<uint32_t>(workers, plan.group * rows * plan.stride),
-        .along = WorkerBuffers<uint32_t>(workers, for_dhidden * sizes.padded * sizes.along_stride),
+        .along = WorkerBuffers<uint32_t>(workers, for_dhidden * sizes.chunk * sizes.along_stride),
         .panel = WorkerBuffers<uint32_t>(workers, for_dhidden * sizes.pieces * sizes.along_depth * kLanes),
+        .sums = WorkerBuffers<float>(workers, for_dweight * plan.group * sizes.waiting_panels() * rows * kLanes),
         .dhidden = Buffer<float>(for_dhidden * sizes.sums * sizes.hidden_panels * sizes.padded * kLanes),
         .across = WorkerBuffers<uint32_t>(workers, for_dweight * rows * sizes.across_stride),
-        .sums = WorkerBuffers<float>(workers, for_dweight * sizes.waiting_panels() * rows * kLanes),
         .before = WorkerBuffers<float>(workers, for_dhidden * sizes.pieces * (rows / sizes.pair) * kLanes),
         .tile = WorkerBuffers<float>(workers, tile_size(plan, inputs)),
         .tile_offsets = WorkerBuffers<float>(workers, kLanes),
@@ -432,8 +434,10 @@ void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t leng
   const uint32_t* columns = call.columns.get() + sizes.pieces * (begin / sizes.pair) * sizes.column_panels * kLanes;
   const int64_t width = call.inputs.weight.columns;
   char* out = static_cast<char*>(g.dweight) + block * plan.block_rows * width * item;
+  float* const sums = call.scratch.sums.of(worker) +
+                      block % plan.group * sizes.waiting_panels() * plan.block_rows * kLanes;
   for (int64_t p = 0; p < sizes.column_panels; p++) {
-    float* sum = call.scratch.sums.of(worker) + p % sizes.waiting_panels() * plan.block_rows * kLanes;
+    float* sum = sums + p % sizes.waiting_panels() * plan.block_rows * kLanes;
     const int64_t lanes = std::min(kLanes, call.inputs.gradient_columns() - p * kLanes);
     const Right hidden{columns + p * sizes.pieces * depth * kLanes, depth * kLanes, lanes};
     plan.multiply(rows, depth, dz, hidden, sum, begin > 0, ahead.part(p, sizes.column_panels));
@@ -442,78 +446,78 @@ void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t leng
                                    out + p * kLanes * item, width);
     }
   }
-  if (begin + length == sizes.padded && sizes.folds) add_to_adapter(call, block, call.scratch.sums.of(worker));
+  if (begin + length == sizes.padded && sizes.folds) add_to_adapter(call, block, sums);
 }
 
-// dz of all tokens for a block of a group, its rows of dW and db. `at`: its first word in the group's depth.
-void work_on_block(const Call& call, Left weight, int64_t block, int64_t at, int64_t worker) {
+// dz of a chunk of tokens, from `begin` on, for a block; its rows of dW and db.
+void work_on_block(const Call& call, Left weight, int64_t block, int64_t begin, int64_t worker) {
   const Plan& plan = call.plan;
   const Sizes& sizes = call.sizes;
   const Scratch& scratch = call.scratch;
   const GradientInputs& g = call.gradient;
   const bool need_hidden = g.dhidden != nullptr, need_weight = g.dweight != nullptr;
   const int64_t rows = plan.rows_of(block), first = block * plan.block_rows;
-  uint32_t* const along = scratch.along.of(worker) + at;
+  const int64_t length = std::min(sizes.chunk, sizes.padded - begin);
+  uint32_t* const along = scratch.along.of(worker) + block % plan.group * plan.block_rows / sizes.pair;
   float* const before = scratch.before.of(worker);
   const float* const row_scale = call.inputs.row_scale == nullptr ? nullptr : call.inputs.row_scale + first;
   float* row_sums = g.dbias == nullptr ? nullptr : g.dbias + first;
-  if (row_sums != nullptr) std::fill(row_sums, row_sums + rows, 0.0f);
+  if (row_sums != nullptr && begin == 0) std::fill(row_sums, row_sums + rows, 0.0f);
   const EntryRange entries = entries_of_block(call, block);
-  for (int64_t begin = 0; begin < sizes.padded; begin += sizes.chunk) {
-    const int64_t length = std::min(sizes.chunk, sizes.padded - begin);
-    Exponentials gathered{};
-    if (!sizes.dense) gathered = gather(call, weight, block, begin, std::min(begin + length, g.count), worker);
-    for (int64_t lane = 0; lane < length; lane += kLanes) {
-      const Exponentials tile =
-          sizes.dense ? exponentials_of_panel(call, weight, block, (begin + lane) / kLanes, worker)
-                      : Exponentials{gathered.values + lane * plan.kept_size(), gathered.stride,
-                                     gathered.offsets + lane};
-      int32_t targets[kLanes];
-      for (int64_t j = 0; j < kLanes; j++) {
-        const int64_t row = call.lanes.target(begin + lane + j) - first;
-        targets[j] = row >= 0 && row < rows ? static_cast<int32_t>(row) : -1;
-      }
-      const Packed dz{need_weight ? scratch.across.of(worker) + lane / sizes.pair : nullptr, sizes.across_stride,
-                      sizes.chunk / sizes.pair};
-      const int64_t depth = ceil_div(rows, sizes.pair);
-      const Packed dz_along{need_hidden ? reinterpret_cast<uint32_t*>(before) : nullptr, kLanes, depth * kLanes};
-      const EntryRange here = entries_of_panel(call, entries, begin + lane);
-      clear_exponentials(call, here, begin + lane, first, tile);
-      plan.kernels->gradient_tile(tile.values, plan.kept, tile.stride, rows, plan.kind,
-                                  call.lanes.at(begin + lane, tile.offsets, targets, row_scale), dz,
-                                  dz_along, row_sums);
-      put_entries(call, here, begin + lane, first, dz, dz_along, row_sums);
-      for (int64_t piece = 0; need_hidden && piece < sizes.pieces; piece++) {
-        plan.kernels->transpose_tile(before + piece * depth * kLanes, depth, kLanes,
-                                     reinterpret_cast<float*>(along + (begin + lane) * sizes.along_stride) +
-                                         piece * sizes.along_depth, sizes.along_stride);
-      }
+  Exponentials gathered{};
+  if (!sizes.dense) gathered = gather(call, weight, block, begin, std::min(begin + length, g.count), worker);
+  for (int64_t lane = 0; lane < length; lane += kLanes) {
+    const Exponentials tile =
+        sizes.dense ? exponentials_of_panel(call, weight, block, (begin + lane) / kLanes, worker)
+                    : Exponentials{gathered.values + lane * plan.kept_size(), gathered.stride,
+                                   gathered.offsets + lane};
+    int32_t targets[kLanes];
+    for (int64_t j = 0; j < kLanes; j++) {
+      const int64_t row = call.lanes.target(begin + lane + j) - first;
+      targets[j] = row >= 0 && row < rows ? static_cast<int32_t>(row) : -1;
     }
-    if (!need_weight) continue;
-    // the block that this worker probably takes next, while the last tokens are multiplied
-    const bool fetches = sizes.looks_ahead && need_hidden && begin + length == sizes.padded;
-    add_to_dweight(call, block, begin, length, worker,
-                   fetches ? weight_ahead(plan, call.inputs, block + sizes.workers) : Ahead{});
+    const Packed dz{need_weight ? scratch.across.of(worker) + lane / sizes.pair : nullptr, sizes.across_stride,
+                    sizes.chunk / sizes.pair};
+    const int64_t depth = ceil_div(rows, sizes.pair);
+    const Packed dz_along{need_hidden ? reinterpret_cast<uint32_t*>(before) : nullptr, kLanes, depth * kLanes};
+    const EntryRange here = entries_of_panel(call, entries, begin + lane);
+    clear_exponentials(call, here, begin + lane, first, tile);
+    plan.kernels->gradient_tile(tile.values, plan.kept, tile.stride, rows, plan.kind,
+                                call.lanes.at(begin + lane, tile.offsets, targets, row_scale), dz,
+                                dz_along, row_sums);
+    put_entries(call, here, begin + lane, first, dz, dz_along, row_sums);
+    for (int64_t piece = 0; need_hidden && piece < sizes.pieces; piece++) {
+      plan.kernels->transpose_tile(before + piece * depth * kLanes, depth, kLanes,
+                                   reinterpret_cast<float*>(along + lane * sizes.along_stride) +
+                                       piece * sizes.along_depth, sizes.along_stride);
+    }
   }
+  if (!need_weight) return;
+  // the block that this worker probably takes next, while the last tokens are multiplied
+  const bool fetches = sizes.looks_ahead && need_hidden && begin + length == sizes.padded;
+  const bool ends_group = (block + 1) % plan.group == 0;
+  const int64_t next = block + 1 + (ends_group ? (sizes.workers - 1) * plan.group : 0);
+  add_to_dweight(call, block, begin, length, worker, fetches ? weight_ahead(plan, call.inputs, next) : Ahead{});
 }
 
-// dH += dz [tokens, group] W [group, columns]. `weights`: of each of its blocks. `added`: how many groups were added to
+// dH += dz [chunk, group] W [group, columns]. `weights`: of each of its blocks. `added`: how many groups were added to
 // each panel of the strips of a sum.
-void add_to_dhidden(const Call& call, int64_t group, const Left* weights, std::atomic<int64_t>* added,
+void add_to_dhidden(const Call& call, int64_t group, const Left* weights, int64_t begin, std::atomic<int64_t>* added,
                     int64_t worker) {
   const Plan& plan = call.plan;
   const Sizes& sizes = call.sizes;
   const int64_t first = group * plan.group, last = std::min(first + plan.group, plan.blocks) - 1;
   const int64_t words = plan.block_rows / sizes.pair, sum = group % sizes.sums, before = group / sizes.sums;
   const int64_t depth = (last - first) * words + ceil_div(plan.rows_of(last), sizes.pair);
+  const int64_t length = std::min(sizes.chunk, sizes.padded - begin);
   const uint32_t* const along = call.scratch.along.of(worker);
   uint32_t* const panel = call.scratch.panel.of(worker);
-  added += sum * sizes.strips * sizes.hidden_panels;
-  for (int64_t token = 0; token < sizes.padded; token += sizes.strip) {
-    const int64_t tokens = std::min(sizes.strip, sizes.padded - token), next = token + sizes.strip;
+  added += (sum * sizes.chunks + begin / sizes.chunk) * sizes.strips * sizes.hidden_panels;
+  for (int64_t token = 0; token < length; token += sizes.strip) {
+    const int64_t tokens = std::min(sizes.strip, length - token), next = token + sizes.strip;
     Ahead ahead{};
-    if (sizes.looks_ahead && next < sizes.padded) {
-      ahead = {along + next * sizes.along_stride, std::min(sizes.strip, sizes.padded - next) * sizes.along_stride};
+    if (sizes.looks_ahead && next < length) {
+      ahead = {along + next * sizes.along_stride, std::min(sizes.strip, length - next) * sizes.along_stride};
     }
     for (int64_t p = 0; p < sizes.hidden_panels; p++, added++) {
       for (int64_t block = first; block <= last; block++) {
@@ -528,7 +532,8 @@ void add_to_dhidden(const Call& call, int64_t group, const Left* weights, std::a
       }
       const Left dz{along + token * sizes.along_stride, sizes.along_stride, sizes.along_depth};
       const Right right{panel, sizes.along_depth * kLanes, std::min(kLanes, call.inputs.dhidden_columns() - p * kLanes)};
-      float* const out = call.scratch.dhidden.get() + ((sum * sizes.hidden_panels + p) * sizes.padded + token) * kLanes;
+      float* const out =
+          call.scratch.dhidden.get() + ((sum * sizes.hidden_panels + p) * sizes.padded + begin + token) * kLanes;
       wait_until_at_least(*added, before);
       plan.multiply(tokens, depth, dz, right, out, before > 0, ahead.part(p, sizes.hidden_panels));
       ++*added;
@@ -541,18 +546,18 @@ void work_on_group(const Call& call, int64_t group, std::atomic<int64_t>* added,
   const HeadInputs& inputs = call.inputs;
   const bool need_hidden = call.gradient.dhidden != nullptr;
   const int64_t first = group * plan.group, end = std::min(first + plan.group, plan.blocks);
+  if (call.scoring != nullptr) call.scoring->wait_for_room(end - 1);
   Left weights[kMostBlocks]{};
   for (int64_t block = first; block < end; block++) {
-    Left& weight = weights[block - first];
-    if (need_hidden || inputs.kept_panels() * kLanes < inputs.tokens) {
-      uint32_t* const buffer = call.scratch.weight.of(worker) + (block - first) * plan.block_rows * plan.stride;
-      weight = weight_block(plan, inputs, block, buffer);
-    }
-    if (call.scoring != nullptr) call.scoring->wait_for_room(block);
-    work_on_block(call, weight, block, (block - first) * plan.block_rows / call.sizes.pair, worker);
-    if (call.scoring != nullptr) call.scoring->merge(block);
+    if (!need_hidden && inputs.kept_panels() * kLanes >= inputs.tokens) break;
+    uint32_t* const buffer = call.scratch.weight.of(worker) + (block - first) * plan.block_rows * plan.stride;
+    weights[block - first] = weight_block(plan, inputs, block, buffer);
   }
-  if (need_hidden) add_to_dhidden(call, group, weights, added, worker);
+  for (int64_t begin = 0; begin < call.sizes.padded; begin += call.sizes.chunk) {
+    for (int64_t block = first; block < end; block++) work_on_block(call, weights[block - first], block, begin, worker);
+    if (need_hidden) add_to_dhidden(call, group, weights, begin, added, worker);
+  }
+  for (int64_t block = first; call.scoring != nullptr && block < end; block++) call.scoring->merge(block);
 }
 
 void store_dhidden(const Call& call) {
@@ -599,7 +604,7 @@ void dhidden_of_sums(const Plan& plan, const HeadInputs& inputs, const GradientI
 }
 
 void Call::run() const {
-  std::vector<std::atomic<int64_t>> added(sizes.sums * sizes.strips * sizes.hidden_panels);
+  std::vector<std::atomic<int64_t>> added(sizes.sums * sizes.chunks * sizes.strips * sizes.hidden_panels);
   parallel_tasks(sizes.groups, sizes.workers,
                  [&](int64_t group, int64_t worker) { work_on_group(*this, group, added.data(), worker); });
   if (gradient.dhidden != nullptr) store_dhidden(*this);
@@ -611,16 +616,16 @@ ScratchPlan ScratchPlan::of(const Plan& plan, int64_t tokens, int64_t row_bytes,
   const int64_t item = 4 / per_word(plan.kind) * plan.pieces(), kept = plan.kept_size(), threads = thread_count();
   const int64_t panels = ceil_div(tokens, kLanes), padded = panels * kLanes, columns = round_up(plan.hidden, kLanes);
   ScratchPlan scratch{};
-  // of a thread: weight, dz in both orders, panels, tiles; of all: sums of dH
+  // of a thread: weight, dz in both orders and a panel; tiles and exponentials; dW; of all: sums of dH
   const int64_t chunk = std::min(padded, plan.token_chunk), rows = plan.group * plan.block_rows;
-  int64_t per_thread = rows * (columns + padded + kLanes) * item;
-  per_thread += plan.block_rows * (chunk * item + (3 * 4 + item) * kLanes);
-  if (padded > chunk) per_thread += plan.block_rows * columns * 4;
+  int64_t per_thread = rows * (columns + chunk + kLanes) * item;
+  per_thread += plan.block_rows * (chunk * (item + kept) + (3 * 4 + item) * kLanes);
+  if (padded > chunk) per_thread += rows * columns * 4;
   scratch.fixed_bytes = threads * per_thread;
   const int64_t sum_bytes = padded * columns * 4;  // as many as there may be, so that more tokens never need less
   scratch.fixed_bytes += std::min(kMostSums * sum_bytes, std::max(kSumBytes, sum_bytes));
   // hidden states as gathered and as packed, fp32 dH as returned; partial statistics
-  scratch.fixed_bytes += padded * columns * (2 * item + 4) + padded * (std::min(plan.blocks, kSplits) * 12 + 64);
+  scratch.fixed_bytes += padded * columns * (2 * item + 4) + padded * 12 * (std::min(plan.blocks, kSplits) + plan.group * (threads + kMostSums));
   const int64_t fits = row_bytes / (kLanes * kept);
   scratch.fixed_bytes += std::min(fits, panels) * kLanes * plan.blocks * 4;
   const int64_t panel_bytes = kLanes * (plan.vocab * kept + plan.blocks * 4);

@@ -45,7 +45,7 @@ class Buffer {
   std::unique_ptr<T, void (*)(void*)> data_;
 };
 
-// One of the same length for each worker, or slot.
+// One of the same length for each worker.
 template <class T>
 class WorkerBuffers {
  public:

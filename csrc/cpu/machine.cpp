@@ -1,7 +1,10 @@
 // The instruction set, and what multiplies bf16: probed at the first use.
 #include "machine.h"
 
+#include <algorithm>
 #include <cstdlib>
+
+#include "head.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -38,13 +41,13 @@ Machine probe(const std::string& wanted) {
   const bool best = wanted.empty(), avx512 = has_avx512(), bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   std::string needs;
   if (best || wanted == "amx") {
-    needs = "AVX-512 and AMX (in the processor, the operating system, and the compiler: GCC 11 or clang 11)";
+    needs = "AVX-512 with bf16 and AMX (in the processor, the operating system, and the compiler: GCC 11 or clang 11)";
     const AmxProducts amx = bf16 && has_amx_bf16() ? amx_products() : AmxProducts{};
     if (amx.bf16 != nullptr) return {"", "AMX", &kernels_bf16, amx.bf16, amx.pieces, 2 << 20, 3, 16};
   }
-  if (best || wanted == "avx512") {
+  if (best || wanted == "avx512" || wanted == "avx512f") {
     needs = "AVX-512 (F, BW, VL, DQ)";
-    if (bf16) return {"", "AVX512-BF16", &kernels_bf16, multiply_bf16};
+    if (bf16 && wanted != "avx512f") return {"", "AVX512-BF16", &kernels_bf16, multiply_bf16};
     if (avx512) return {"", "AVX-512, bf16 widened", &kernels_avx512, nullptr};
   }
   if (best || wanted == "avx2") {
@@ -78,7 +81,7 @@ const Machine& machine() { return chosen(); }
 
 void use_instruction_set(const std::string& name, int64_t group) {
   chosen() = probe(name);
-  if (group != 0) chosen().group = group;
+  if (group != 0) chosen().group = std::clamp<int64_t>(group, 1, kMostBlocks);
 }
 
 }  // namespace grpo

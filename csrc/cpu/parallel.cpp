@@ -12,7 +12,7 @@
 namespace grpo {
 namespace {
 
-// What a thread does before it sleeps: the next round of a call begins sooner. About 50 microseconds.
+// What a thread does before it sleeps: the next tasks of a call begin sooner. About 50 microseconds.
 constexpr int kSpins = 1000;
 
 inline void pause() {

@@ -61,7 +61,7 @@ class HeadOptions(LogitOptions, total=False):
         impl: `"auto"` (the default), or an engine by name, which then runs or raises. `"reference"` holds all logits
             and always gives all metrics: it ignores `max_scratch_bytes` and `compact`.
         max_scratch_bytes: budget for temporaries beyond inputs, gradients and the fp32 accumulator of dW; default
-            256 MiB on the CPU and 2 GiB on CUDA, and in `native` 64 MiB, 8 MiB for each thread or the size of dW,
+            256 MiB on the CPU and 2 GiB on CUDA, and in `native` 64 MiB, 12 MiB for each thread or the size of dW,
             whichever is most. One that is too small raises, except in `native`, which takes what it needs and computes
             again what it cannot keep.
         compact: gather the active rows first, at the cost of a device synchronisation (two if scoring comes

@@ -25,10 +25,11 @@ from grpo_fused.engines.products import product_dtype
 from grpo_fused.engines.rows import z_
 from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 
-SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 8 * 2**20
+SCRATCH_BYTES, SCRATCH_BYTES_A_THREAD = 64 * 2**20, 12 * 2**20
 """Scratch of a call without `max_scratch_bytes`: the first, the second for each thread, or the size of dW, whichever
-is most. Operands and sums of dH take their part of it first (12 to 20 bytes for each of N·H, 8 MiB for more
-sums of a few tokens, and 1 to 3 MiB a thread), with any budget; the rest stores exponentials, as far as they do not fit dW's memory."""
+is most. Operands and sums of dH take their part of it first (12 to 20 bytes for each of N·H, up to 8 MiB for several
+sums, and 1 to 5 MiB a thread), with any budget; the rest stores exponentials, as far as they do not fit dW's
+memory."""
 
 SAMPLE, HEADROOM = 128, 48.0
 """dH's sums are of exponentials relative to the largest z of every 128th row of the head, plus 48, or to the target's

@@ -43,6 +43,7 @@ def test_parts_hold_as_many_tokens_as_exponentials_fit(dtype):
     assert engine.cost(head, 1000, of_panel // 2).products == 3.0
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("vocab", "rows"), [(65536, 320), (151936, 128), (256000, 64)])
 def test_the_number_of_threads_does_not_change_the_parts(vocab, rows, threads):
     """The gradient of B is summed over them."""

@@ -85,6 +85,7 @@ SHAPES = [(1, 1, 1), (3, 5, 1), (1, 7, 3), (65, 33, 257), (130, 200, 5000), (110
 
 @on_each_isa
 @pytest.mark.pairs
+@pytest.mark.parametrize("isa", ["", "avx2", "avx512f"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape, dtype):

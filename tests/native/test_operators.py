@@ -248,7 +248,7 @@ def test_wrong_sums_are_refused(changes, message):
         cpu_library.call("add_segment_sums", *arguments.values())
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", ""])
+@pytest.mark.parametrize("isa", ["avx512", "avx512f", "avx2", ""])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_products_are_those_of_float64(dtype, isa):
     """Odd sizes and gaps between rows; a token's are bitwise the same in any batch."""

@@ -19,6 +19,7 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 
 #ifdef GRPO_AVX512_BF16
 constexpr bool kHasPairs = true;
+// Numbers below the smallest normal one become 0, as in the products.
 inline Halves to_bf16(Floats x) { return (Halves)_mm512_cvtneps_pbh(x); }
 #else
 constexpr bool kHasPairs = false;
@@ -35,7 +36,9 @@ inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
 inline void store(uint32_t* to, Words x) { _mm512_storeu_si512(to, (__m512i)x); }
 inline void store(uint16_t* to, Halves x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x); }
 
-inline Mask first_lanes(int64_t count) { return static_cast<Mask>(count <= 0 ? 0 : (1u << count) - 1); }
+inline Mask first_lanes(int64_t count) {
+  return static_cast<Mask>(count >= kWidth ? 0xffff : count <= 0 ? 0 : (1u << count) - 1);
+}
 
 // The first `count` lanes, from none to more than all; the others are 0, and not accessed.
 inline Floats load_first(const float* from, int64_t count) {
