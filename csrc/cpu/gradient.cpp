@@ -24,7 +24,9 @@ namespace {
 constexpr int64_t kSumBytes = 8 << 20, kMostSums = 8;
 
 // `bytes`: of one.
-int64_t sums_of_dhidden(int64_t bytes) { return std::clamp<int64_t>(kSumBytes / std::max<int64_t>(bytes, 1), 1, kMostSums); }
+int64_t sums_of_dhidden(int64_t bytes) {
+  return std::clamp<int64_t>(kSumBytes / std::max<int64_t>(bytes, 1), 1, kMostSums);
+}
 
 struct Sizes {
   int64_t padded;         // tokens that have a gradient, in whole panels
@@ -184,8 +186,8 @@ Buffer<uint32_t> packed_columns(const Plan& plan, const HeadInputs& inputs, cons
 }
 
 struct Scratch {
-  // of a group: its weight; dz of a chunk as a of the dH product, [chunk][along_stride]; a panel of the weight as its b,
-  // [pieces][along_depth][64]; panels of dW of each block
+  // of a group: its weight; dz of a chunk as a of the dH product, [chunk][along_stride]; a panel of the weight as b of
+  // it, [pieces][along_depth][64]; panels of dW of each block
   WorkerBuffers<uint32_t> weight, along, panel;
   WorkerBuffers<float> sums;
   Buffer<float> dhidden;  // [sums][hidden_panels][padded][64]
@@ -219,8 +221,8 @@ struct Scratch {
   }
 };
 
-// Scoring beside the sums of dH. Blocks are merged in the order of `score_head`, to the same bits: a thread that has put
-// in the next one merges those after it, too, as far as they are scored.
+// Scoring beside the sums of dH. Blocks are merged in the order of `score_head`, to the same bits. The thread that has
+// scored the next block of this order merges it, and those after it that are scored already.
 class Scoring {
  public:
   Scoring(const Plan& plan, const HeadInputs& inputs, bool with_entropy, float* offsets, int64_t workers)
@@ -237,11 +239,11 @@ class Scoring {
     return partials_.at(begins(block, split) ? split : splits_ + block % ahead_, panel);
   }
 
-  // Of a tile, whose z are given; `offset_at`: where its maxima go, or -1.
-  void take(const HeadInputs& inputs, int64_t block, int64_t panel, const float* z, int64_t offset_at) const {
+  // z of the targets in a tile, and its maxima if its exponentials are kept.
+  void take(const HeadInputs& inputs, int64_t block, int64_t panel, const float* z, bool keeps) const {
     partials_.take_targets(plan_, inputs, block, panel, z);
     const float* const max = at(block, panel).max;
-    if (offset_at >= 0) std::copy(max, max + kLanes, offsets_ + offset_at);
+    if (keeps) std::copy(max, max + kLanes, offsets_ + inputs.offset_at(block, panel));
   }
 
   void merge(int64_t block) {
@@ -315,9 +317,7 @@ Exponentials exponentials_of_panel(const Call& call, Left weight, int64_t block,
   float* const z = call.scratch.tile.of(worker);
   char* values = kept != nullptr ? kept : call.scratch.tile_exponentials.of(worker);
   exponentials_of_tile(call.plan, inputs, weight, call.recomputed.panel(panel), block, panel, z, tile, values, {});
-  if (call.scoring != nullptr) {
-    call.scoring->take(inputs, block, panel, z, kept == nullptr ? -1 : inputs.offset_at(block, panel));
-  }
+  if (call.scoring != nullptr) call.scoring->take(inputs, block, panel, z, kept != nullptr);
   return {values, kLanes, tile.max};
 }
 
@@ -625,7 +625,8 @@ ScratchPlan ScratchPlan::of(const Plan& plan, int64_t tokens, int64_t row_bytes,
   const int64_t sum_bytes = padded * columns * 4;  // as many as there may be, so that more tokens never need less
   scratch.fixed_bytes += std::min(kMostSums * sum_bytes, std::max(kSumBytes, sum_bytes));
   // hidden states as gathered and as packed, fp32 dH as returned; partial statistics
-  scratch.fixed_bytes += padded * columns * (2 * item + 4) + padded * 12 * (std::min(plan.blocks, kSplits) + plan.group * (threads + kMostSums));
+  const int64_t ranges = split_count(plan) + plan.group * (threads + kMostSums);
+  scratch.fixed_bytes += padded * (columns * (2 * item + 4) + 12 * ranges);
   const int64_t fits = row_bytes / (kLanes * kept);
   scratch.fixed_bytes += std::min(fits, panels) * kLanes * plan.blocks * 4;
   const int64_t panel_bytes = kLanes * (plan.vocab * kept + plan.blocks * 4);

@@ -21,7 +21,8 @@ struct Machine {
 // Probed once: the best instruction set, or what the environment variable GRPO_FUSED_ISA names.
 const Machine& machine();
 
-// Changes it, for tests: avx2, avx512, avx512f (without bf16), amx, or empty for the best; and `group`, if it is not 0. No call may be running.
+// Changes it, for tests: avx2, avx512, avx512f (without bf16), amx, or empty for the best; and `group`, if it is not 0.
+// No call may be running.
 void use_instruction_set(const std::string& name, int64_t group);
 
 }  // namespace grpo

@@ -48,7 +48,7 @@ def instruction_set() -> str:
 
 
 def use_isa(name: str, group: int = 0) -> None:
-    """For tests: take another instruction set (`avx2`, `avx512`, `amx`), or the best (empty).
+    """For tests: take another instruction set (`avx2`, `avx512`, `avx512f` without bf16, `amx`), or the best (empty).
 
     `group`: vocabulary blocks of one product of dH; 0: as many as the instruction set has.
     """

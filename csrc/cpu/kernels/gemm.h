@@ -57,8 +57,8 @@ inline __attribute__((always_inline)) void rows_of(int64_t depth, const uint32_t
   }
 }
 
-// The next slice of b, or the next panel of tokens, follows in memory. It is fetched while this slice is multiplied, a quarter in
-// each of four groups of rows. Measured (fp32, AVX-512, 2 cores, medians of 6 processes): loss and gradients take
+// The next slice of b, or the next panel of tokens, follows in memory. It is fetched while this slice is multiplied, a
+// quarter in each of four groups of rows. Measured (fp32, AVX-512, 2 cores, medians of 6 processes): loss and gradients take
 // 0.95 x the time at N = 1024, H = 896, V = 151936, and 0.93 x at 2048, 2048, 32000.
 template <int Vectors, class Element>
 inline __attribute__((always_inline)) void rows_of_slice(int64_t rows, int64_t length, const uint32_t* left,

@@ -91,7 +91,9 @@ void tile(const void* kept, int64_t stride, int64_t rows, const GradientLanes& l
         second = second * next_scale;
         for (int64_t p = 0; p < pieces_of(Kind); p++) {
           const Halves low = take_piece(first), high = take_piece(second);
-          if (along.words != nullptr) store(along.words + r / 2 * along.stride + p * along.piece + lane, in_pairs(low, high));
+          if (along.words != nullptr) {
+            store(along.words + r / 2 * along.stride + p * along.piece + lane, in_pairs(low, high));
+          }
           if (across.words != nullptr) {
             uint32_t* to = across.words + r * across.stride + p * across.piece + lane / 2;
             store(reinterpret_cast<uint16_t*>(to), low);
