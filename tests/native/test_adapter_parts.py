@@ -43,6 +43,14 @@ def test_parts_hold_as_many_tokens_as_exponentials_fit(dtype):
     assert engine.cost(head, 1000, of_panel // 2).products == 3.0
 
 
+def test_a_part_that_keeps_two_panels_of_three_is_too_long(monkeypatch):
+    monkeypatch.setattr(native, "STORED", 1.0)
+    base, b = torch.empty(1, 64).expand(2**15, -1), torch.empty(1, 16).expand(2**15, -1)
+    head = LMHead(b, compute_dtype=torch.float32, base=base, terms=1)
+    fixed = native._plan(head, 192, torch.empty(0), 0).fixed_bytes
+    assert native.NativeEngine().chunk_rows(head, 1024, fixed + round(2.5 * 64 * 2**15 * 4)) == 128
+
+
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("vocab", "rows"), [(65536, 320), (151936, 128), (256000, 64)])
 def test_the_number_of_threads_does_not_change_the_parts(vocab, rows, threads):

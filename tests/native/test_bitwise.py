@@ -108,6 +108,25 @@ def test_gradients_do_not_depend_on_the_threads(dtype, scratch, threads):
 
 
 @pytest.mark.usefixtures("isa")
+def test_chunks_of_tokens_add_to_the_same_gradients(threads):
+    """1200 tokens are three chunks in fp32; with 40 blocks some share a sum of dH."""
+    hidden, weight, bias = torch.randn(1200, 8), torch.randn(10001, 8), torch.randn(10001)
+    inputs = [x.requires_grad_() for x in (hidden, weight, bias)]
+    ids, factor = torch.randint(0, 10001, (1200,)), torch.randn(1200)
+    logps = (hidden.double() @ weight.double().T + bias.double()).log_softmax(1)
+    want = torch.autograd.grad(logps[torch.arange(1200), ids] @ factor.double(), inputs)
+    first = None
+    for count in (1, 2, 5):
+        threads(count)
+        out = fused_linear_logprobs(hidden, weight, ids, lm_head_bias=bias, impl="native")
+        found = torch.autograd.grad(out.logps @ factor, inputs)
+        first = first or found
+        for got, same, exact in zip(found, first, want, strict=True):
+            assert torch.equal(got, same)
+            assert frobenius_error(got, exact) < 2e-5
+
+
+@pytest.mark.usefixtures("isa")
 @pytest.mark.pairs
 @pytest.mark.parametrize("scratch", [None, 1], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("vocab", [512, 3001])
