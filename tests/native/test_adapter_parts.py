@@ -44,7 +44,7 @@ def test_parts_hold_as_many_tokens_as_exponentials_fit(dtype):
 
 
 def test_a_part_that_keeps_two_panels_of_three_is_too_long(monkeypatch):
-    monkeypatch.setattr(native, "STORED", 1.0)
+    monkeypatch.setattr(native, "STORED", 2.0)
     base, b = torch.empty(1, 64).expand(2**15, -1), torch.empty(1, 16).expand(2**15, -1)
     head = LMHead(b, compute_dtype=torch.float32, base=base, terms=1)
     fixed = native._plan(head, 192, torch.empty(0), 0).fixed_bytes
