@@ -138,13 +138,14 @@ def _addmm(_c: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
     return _mm(a, b)
 
 
-def _head_products(hidden: Tensor, weight: Tensor, *_: Any) -> int:
-    return 2 * hidden.numel() * len(weight)
+def _head_products(products: cpu_library.HeadProducts, *_: Any) -> int:
+    low_rank = 0 if products.low_hidden is None else products.low_hidden.numel()
+    return 2 * (products.hidden.numel() + low_rank) * len(products.weight)
 
 
 def _head_scores(inputs: cpu_library.HeadInputs, *rest: Any) -> int:
     with_sums = len(rest) > 3 and rest[3] is not None
-    return (2 if with_sums else 1) * 2 * inputs.hidden.numel() * len(inputs.weight)
+    return (2 if with_sums else 1) * _head_products(inputs.products)
 
 
 def _head_gradient(inputs: cpu_library.HeadInputs, *rest: Any) -> int:
@@ -152,7 +153,8 @@ def _head_gradient(inputs: cpu_library.HeadInputs, *rest: Any) -> int:
     if not need_hidden and dweight.numel() == 0 and not rest[10]:
         return 0
     made_again = int((rows >= offsets.shape[1]).sum())  # their exponentials were not kept
-    vocab_size, width = len(inputs.weight), inputs.hidden.shape[1]
+    vocab_size, width, rank = inputs.shape
+    width += rank
     for_weight = dweight.shape[1] if dweight.numel() > 0 else 0
     return 2 * vocab_size * (rows.shape[0] * (for_weight + width * int(need_hidden)) + width * made_again)
 

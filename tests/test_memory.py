@@ -73,7 +73,9 @@ def test_native_does_not_copy_all_hidden_states(last, monkeypatch):
     taken = []
     scores = native.cpu_library.head_scores
     monkeypatch.setattr(
-        native.cpu_library, "head_scores", lambda inputs, *rest: taken.append(inputs.hidden) or scores(inputs, *rest)
+        native.cpu_library,
+        "head_scores",
+        lambda inputs, *rest: taken.append(inputs.products.hidden) or scores(inputs, *rest),
     )
     hidden, weight = case.hidden_states.detach().requires_grad_(), case.lm_head_weight.detach().requires_grad_()
     fused_linear_grpo_loss(hidden, weight, case.completion_ids, torch.ones(4), mask, impl="native").loss.backward()

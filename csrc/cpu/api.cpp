@@ -18,69 +18,76 @@ struct Head {
   HeadInputs inputs;
 };
 
-Plan plan_of(int64_t vocab, int64_t hidden, Dtype compute) {
+Plan plan_of(int64_t vocab, int64_t hidden, int64_t rank, Dtype compute) {
   check_machine();
-  check(1 <= vocab && vocab < kMostRows && 1 <= hidden && hidden < kMostRows,
-        "a head must have from 1 to 2^31 - 1 rows and columns; got [", vocab, ", ", hidden, "]");
-  return Plan::of(vocab, hidden, compute);
+  check(1 <= vocab && vocab < kMostRows && 1 <= hidden && hidden < kMostRows && 0 <= rank && rank < kMostRows,
+        "a head must have from 1 to 2^31 - 1 rows and columns; got [", vocab, ", ", hidden, "], and a rank of ", rank);
+  return Plan::of(vocab, hidden, rank, compute);
 }
+
+bool quantized(Dtype dtype) { return dtype == Dtype::int8 || dtype == Dtype::fp8 || dtype == Dtype::half_bytes; }
 
 WeightRows weight_rows(const Tensor& x, const char* name, Dtype dtype) {
   check(x.size(1) <= 1 || x.stride(1) == 1, "rows of ", name, " must be contiguous; got a stride of ", x.stride(1));
   return {x.data, dtype, x.size(1), x.stride(0)};
 }
 
-// The base of a head, so many columns. `group_scale` [V, G], `codes` [16], `rounded` (a scalar): see WeightRows.
-WeightRows base_rows(const Tensor& x, const Tensor* group_scale, const Tensor* codes, int64_t rounded, int64_t vocab,
-                     int64_t columns) {
-  check_matrix(x, "base", "[V, H]");
-  check_shape(x, "base", {vocab, codes == nullptr ? columns : columns / 2});
-  check(columns > 0 && columns % 32 == 0, "base must have a multiple of 32 columns; got ", columns);
-  check((codes != nullptr) == (x.scalar == Scalar::bytes), "bytes of a base need codes, and codes bytes");
-  WeightRows base = weight_rows(x, "base", x.scalar == Scalar::int8    ? Dtype::int8
-                                           : x.scalar == Scalar::fp8   ? Dtype::fp8
-                                           : x.scalar == Scalar::bytes ? Dtype::half_bytes
-                                                                       : dtype_of(x, "base"));
-  base.columns = columns;
-  base.codes = floats(codes, "codes", 16);
+// The weight of a head with so many columns, perhaps quantised. `group_scale` [V, G], `codes` [16], `rounded` (a scalar):
+// see WeightRows.
+WeightRows head_weight(const Tensor& x, const Tensor* group_scale, const Tensor* codes, int64_t rounded,
+                       int64_t columns) {
+  check_matrix(x, "weight", "[V, H]");
+  const int64_t vocab = x.size(0);
+  check_shape(x, "weight", {vocab, codes == nullptr ? columns : columns / 2});
+  check((codes != nullptr) == (x.scalar == Scalar::bytes), "bytes of a weight need codes, and codes bytes");
+  WeightRows weight = weight_rows(x, "weight", x.scalar == Scalar::int8    ? Dtype::int8
+                                               : x.scalar == Scalar::fp8   ? Dtype::fp8
+                                               : x.scalar == Scalar::bytes ? Dtype::half_bytes
+                                                                           : dtype_of(x, "weight"));
+  check(!quantized(weight.dtype) || columns % 32 == 0, "a quantised weight must have a multiple of 32 columns; got ",
+        columns);
+  weight.columns = columns;
+  weight.codes = floats(codes, "codes", 16);
   const Scalar to{rounded};
   check(to == Scalar::fp32 || to == Scalar::bf16 || to == Scalar::fp16, "rounded must be that of a float; got ", rounded);
   if (group_scale != nullptr || codes != nullptr) {
-    base.rounded = to == Scalar::fp32 ? Dtype::fp32 : to == Scalar::bf16 ? Dtype::bf16 : Dtype::fp16;
+    weight.rounded = to == Scalar::fp32 ? Dtype::fp32 : to == Scalar::bf16 ? Dtype::bf16 : Dtype::fp16;
   }
   if (group_scale != nullptr) {
     const int64_t groups = group_scale->size(1);
     check_tensor(*group_scale, "group_scale", Scalar::fp32, {vocab, groups});
     check(groups > 0 && columns % groups == 0 && columns / groups % 32 == 0,
-          "groups of the base must have a multiple of 32 columns; got ", groups, " groups of ", columns, " columns");
-    base.scale = data<float>(*group_scale);
-    base.groups = groups;
+          "groups of the weight must have a multiple of 32 columns; got ", groups, " groups of ", columns, " columns");
+    weight.scale = data<float>(*group_scale);
+    weight.groups = groups;
   }
-  return base;
+  return weight;
 }
 
-// `terms`: see HeadInputs; `base`, `group_scale`, `codes`, `rounded`: see `base_rows`.
-Head checked_matrices(const Tensor& hidden, const Tensor& weight, int64_t terms, const Tensor* base,
-                      const Tensor* group_scale, const Tensor* codes, int64_t rounded, const Tensor* row_scale) {
+// The products of a head: see HeadInputs and `head_weight`.
+Head checked_products(const Tensor& hidden, const Tensor& weight, const Tensor* row_scale, const Tensor* group_scale,
+                      const Tensor* codes, int64_t rounded, const Tensor* low_hidden, const Tensor* low_weight) {
   check_matrix(hidden, "hidden", "[N, H]");
-  check_matrix(weight, "weight", "[V, H]");
-  const int64_t N = hidden.size(0), H = hidden.size(1), V = weight.size(0);
-  const Dtype compute = dtype_of(hidden, "hidden");
-  Head head{plan_of(V, H, compute), {}};
-  HeadInputs& inputs = head.inputs;
-  check(terms == 1 || (terms == 3 && base != nullptr), "terms must be 1, or 3 with a base; got ", terms);
-  inputs.terms = terms;
-  const int64_t own = terms * weight.size(1);
-  if (base != nullptr) inputs.base = base_rows(*base, group_scale, codes, rounded, V, H - own);
-  check(inputs.base.columns + own == H, "hidden must have ", inputs.base.columns + own, " columns; got ", H);
-  check(row_scale == nullptr || base != nullptr, "row_scale needs a base");
-  inputs.row_scale = floats(row_scale, "row_scale", V);
   check(hidden.is_contiguous(), "hidden must be contiguous");
+  const int64_t N = hidden.size(0), H = hidden.size(1);
+  HeadInputs inputs{};
   inputs.hidden = hidden.data;
-  inputs.weight = weight_rows(weight, "weight", dtype_of(weight, "weight"));
-  inputs.compute = compute;
+  inputs.compute = dtype_of(hidden, "hidden");
   inputs.tokens = N;
-  return head;
+  inputs.weight = head_weight(weight, group_scale, codes, rounded, H);
+  const int64_t V = weight.size(0);
+  inputs.row_scale = floats(row_scale, "row_scale", V);
+  check((low_hidden == nullptr) == (low_weight == nullptr), "low_hidden and low_weight go together");
+  if (low_weight != nullptr) {
+    check_matrix(*low_weight, "low_weight", "[V, R]");
+    const int64_t R = low_weight->size(1);
+    check(R > 0, "low_weight must have columns");
+    check_shape(*low_weight, "low_weight", {V, R});
+    check_tensor(*low_hidden, "low_hidden", Scalar::fp32, {N, R});
+    inputs.low_hidden = data<float>(*low_hidden);
+    inputs.low_weight = weight_rows(*low_weight, "low_weight", dtype_of(*low_weight, "low_weight"));
+  }
+  return {plan_of(V, H, inputs.low_weight.columns, inputs.compute), inputs};
 }
 
 // Candidate sets of `inputs.tokens` tokens: see HeadInputs.
@@ -98,14 +105,13 @@ void add_sets(HeadInputs& inputs, const Tensor& ids, const Tensor& ranges, int64
   }
 }
 
-// `kept`: dW's storage, shaped like the weight, or empty; with a base nothing is kept there. `spill`: bytes.
-Head checked_head(const Tensor& hidden, const Tensor& weight, int64_t terms, const Tensor* base,
-                  const Tensor* group_scale, const Tensor* codes, int64_t rounded, const Tensor* row_scale,
-                  const Tensor* bias, const Tensor& targets, const Tensor& temperature, double scale, double softcap,
-                  const Tensor* set_ids, const Tensor* set_ranges, const Tensor& kept, const Tensor& spill) {
-  Head head = checked_matrices(hidden, weight, terms, base, group_scale, codes, rounded, row_scale);
+// `kept`: storage of the gradient, shaped like its weight, or empty; in that of a low-rank weight nothing is kept.
+// `spill`: bytes.
+Head checked_head(Head head, const Tensor& targets, const Tensor& temperature, double scale, double softcap,
+                  const Tensor* bias, const Tensor* set_ids, const Tensor* set_ranges, const Tensor& kept,
+                  const Tensor& spill) {
   HeadInputs& inputs = head.inputs;
-  const int64_t N = inputs.tokens, columns = inputs.weight.columns, V = head.plan.vocab;
+  const int64_t N = inputs.tokens, columns = inputs.gradient_weight().columns, V = head.plan.vocab;
   check_tensor(targets, "targets", Scalar::int64, {N});
   check_tensor(temperature, "temperature", Scalar::fp32, {N});
   check((set_ids == nullptr) == (set_ranges == nullptr), "set_ids and set_ranges go together");
@@ -124,8 +130,11 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, int64_t terms, con
     check_shape(kept, "dweight", {V, columns});
     check(kept.is_contiguous(), "dweight must be contiguous");
     const Dtype dtype = dtype_of(kept, "dweight");
-    check(base == nullptr || dtype == Dtype::fp32, "with a base dweight must be float32");
-    if (base == nullptr) in_gradient = Store::of(data<char>(kept), columns * kept.element_size(), head.plan, panels);
+    check(!inputs.has_low_rank() || dtype == Dtype::fp32, "dweight of a low-rank weight must be float32");
+    const bool frozen = quantized(inputs.weight.dtype) || inputs.weight.scale != nullptr;
+    check(inputs.has_low_rank() || !frozen, "a quantised weight is frozen: it has no dweight");
+    const int64_t row_bytes = inputs.has_low_rank() ? 0 : columns * kept.element_size();
+    in_gradient = Store::of(data<char>(kept), row_bytes, head.plan, panels);
   }
   check_tensor(spill, "spill", Scalar::bytes, {spill.numel()});
   check(spill.numel() % V == 0, "spill must hold the same number of bytes for each of ", V, " rows; got ",
@@ -195,7 +204,7 @@ Entries entries_of(const Plan& plan, const Tensor* tokens, const Tensor* ids, co
 HeadSums sums_of(const Head& head, const Tensor* offset, const Tensor* sums) {
   check((offset == nullptr) == (sums == nullptr), "sum_offset and sums go together");
   if (sums == nullptr) return {};
-  check_tensor(*sums, "sums", Scalar::fp32, {head.inputs.tokens, head.plan.hidden});
+  check_tensor(*sums, "sums", Scalar::fp32, {head.inputs.tokens, head.plan.dhidden_columns()});
   return {floats(offset, "sum_offset", head.inputs.tokens), data<float>(*sums)};
 }
 
@@ -232,10 +241,10 @@ API void grpo_use_threads(int64_t count) { use_threads(count); }
 
 // How a head is worked on, for a compute dtype that is bf16 or not. out: vocabulary rows of a block; blocks; tokens of a
 // panel; panels whose exponentials fit dW's rows of `row_bytes` and `spill_bytes`.
-API const char* grpo_head_layout(int64_t vocab, int64_t hidden, int64_t bf16, int64_t tokens, int64_t row_bytes,
-                                 int64_t spill_bytes, int64_t* out) {
+API const char* grpo_head_layout(int64_t vocab, int64_t hidden, int64_t rank, int64_t bf16, int64_t tokens,
+                                 int64_t row_bytes, int64_t spill_bytes, int64_t* out) {
   return guarded([&] {
-    const Plan plan = plan_of(vocab, hidden, bf16 ? Dtype::bf16 : Dtype::fp32);
+    const Plan plan = plan_of(vocab, hidden, rank, bf16 ? Dtype::bf16 : Dtype::fp32);
     const int64_t panels = ceil_div(tokens, kLanes);
     const int64_t in_gradient = Store::of(nullptr, row_bytes, plan, panels).panels;
     const int64_t spilled = Store::of(nullptr, spill_bytes / vocab, plan, panels - in_gradient).panels;
@@ -245,37 +254,39 @@ API const char* grpo_head_layout(int64_t vocab, int64_t hidden, int64_t bf16, in
 }
 
 // How a scratch budget is spent on scores and gradient of so many tokens: see `ScratchPlan`.
-API const char* grpo_scratch_plan(int64_t vocab, int64_t hidden, int64_t bf16, int64_t tokens, int64_t row_bytes,
-                                  int64_t budget, int64_t* out) {
+API const char* grpo_scratch_plan(int64_t vocab, int64_t hidden, int64_t rank, int64_t bf16, int64_t tokens,
+                                  int64_t row_bytes, int64_t budget, int64_t* out) {
   return guarded([&] {
-    const Plan plan = plan_of(vocab, hidden, bf16 ? Dtype::bf16 : Dtype::fp32);
+    const Plan plan = plan_of(vocab, hidden, rank, bf16 ? Dtype::bf16 : Dtype::fp32);
     const ScratchPlan scratch = ScratchPlan::of(plan, tokens, row_bytes, budget);
     const int64_t values[] = {scratch.spill_bytes, scratch.fixed_bytes, scratch.kept_tokens};
     std::copy(std::begin(values), std::end(values), out);
   });
 }
 
-API const char* grpo_head_products(const Tensor* hidden, const Tensor* weight, int64_t terms, const Tensor* base,
+API const char* grpo_head_products(const Tensor* hidden, const Tensor* weight, const Tensor* row_scale,
                                    const Tensor* group_scale, const Tensor* codes, int64_t rounded,
-                                   const Tensor* row_scale, const Tensor* out) {
+                                   const Tensor* low_hidden, const Tensor* low_weight, const Tensor* out) {
   return guarded([&] {
-    const Head head = checked_matrices(*hidden, *weight, terms, base, group_scale, codes, rounded, row_scale);
+    const Head head =
+        checked_products(*hidden, *weight, row_scale, group_scale, codes, rounded, low_hidden, low_weight);
     const LogitRows rows = logit_rows(*out, "out");
     check_shape(*out, "out", {head.inputs.tokens, head.plan.vocab});
     if (head.inputs.tokens > 0) multiply_head(head.plan, head.inputs, rows.data, rows.stride);
   });
 }
 
-API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, int64_t terms, const Tensor* base,
-                                 const Tensor* group_scale, const Tensor* codes, int64_t rounded, const Tensor* row_scale,
-                                 const Tensor* bias, const Tensor* targets, const Tensor* temperature, double scale,
-                                 double softcap, const Tensor* set_ids, const Tensor* set_ranges, int64_t with_entropy,
+API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, const Tensor* row_scale,
+                                 const Tensor* group_scale, const Tensor* codes, int64_t rounded,
+                                 const Tensor* low_hidden, const Tensor* low_weight, const Tensor* targets,
+                                 const Tensor* temperature, double scale, double softcap, const Tensor* bias,
+                                 const Tensor* set_ids, const Tensor* set_ranges, int64_t with_entropy,
                                  const Tensor* kept, const Tensor* spill, const Tensor* statistics,
                                  const Tensor* offsets, const Tensor* sum_offset, const Tensor* sums) {
   return guarded([&] {
-    const Head head =
-        checked_head(*hidden, *weight, terms, base, group_scale, codes, rounded, row_scale, bias, *targets,
-                     *temperature, scale, softcap, set_ids, set_ranges, *kept, *spill);
+    const Head head = checked_head(
+        checked_products(*hidden, *weight, row_scale, group_scale, codes, rounded, low_hidden, low_weight), *targets,
+        *temperature, scale, softcap, bias, set_ids, set_ranges, *kept, *spill);
     const Statistics out = rows_of(*statistics, "statistics", head.inputs.tokens, with_entropy != 0);
     check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, head.inputs.kept_panels() * kLanes});
     const HeadSums of = sums_of(head, sum_offset, sums);
@@ -289,24 +300,28 @@ API const char* grpo_head_scores(const Tensor* hidden, const Tensor* weight, int
   });
 }
 
-API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, int64_t terms, const Tensor* base,
-                                   const Tensor* group_scale, const Tensor* codes, int64_t rounded, const Tensor* row_scale,
-                                   const Tensor* bias, const Tensor* targets, const Tensor* temperature, double scale,
-                                   double softcap, const Tensor* set_ids, const Tensor* set_ranges,
-                                   const Tensor* statistics, const Tensor* offsets, const Tensor* rows,
-                                   const Tensor* dlogp, const Tensor* dentropy, const Tensor* entry_tokens,
-                                   const Tensor* entry_ids, const Tensor* entry_values, const Tensor* dweight,
-                                   const Tensor* spill, const Tensor* sum_offset, const Tensor* sums,
-                                   const Tensor* dhidden, const Tensor* dbias) {
+API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, const Tensor* row_scale,
+                                   const Tensor* group_scale, const Tensor* codes, int64_t rounded,
+                                   const Tensor* low_hidden, const Tensor* low_weight, const Tensor* targets,
+                                   const Tensor* temperature, double scale, double softcap, const Tensor* bias,
+                                   const Tensor* set_ids, const Tensor* set_ranges, const Tensor* statistics,
+                                   const Tensor* offsets, const Tensor* rows, const Tensor* dlogp,
+                                   const Tensor* dentropy, const Tensor* entry_tokens, const Tensor* entry_ids,
+                                   const Tensor* entry_values, const Tensor* dweight, const Tensor* spill,
+                                   const Tensor* sum_offset, const Tensor* sums, const Tensor* dhidden,
+                                   const Tensor* dbias) {
   return guarded([&] {
-    const Head head = checked_head(*hidden, *weight, terms, base, group_scale, codes, rounded, row_scale, bias,
-                                   *targets, *temperature, scale, softcap, set_ids, set_ranges, *dweight, *spill);
-    const int64_t N = head.inputs.tokens, H = head.plan.hidden, V = head.plan.vocab, count = rows->numel();
+    const Head head = checked_head(
+        checked_products(*hidden, *weight, row_scale, group_scale, codes, rounded, low_hidden, low_weight), *targets,
+        *temperature, scale, softcap, bias, set_ids, set_ranges, *dweight, *spill);
+    const int64_t N = head.inputs.tokens, V = head.plan.vocab, count = rows->numel();
     const Statistics known = rows_of(*statistics, "statistics", N, true);
     check_tensor(*offsets, "offsets", Scalar::fp32, {head.plan.blocks, head.inputs.kept_panels() * kLanes});
     const int64_t* index = rows_within(*rows, "rows", count, N);
     for (int64_t i = 1; i < count; i++) check(index[i] > index[i - 1], "rows must ascend; got ", index[i], " at ", i);
-    if (dhidden != nullptr) check_tensor(*dhidden, "dhidden", Scalar::fp32, {count, H});
+    if (dhidden != nullptr) {
+      check_tensor(*dhidden, "dhidden", Scalar::fp32, {count, head.plan.dhidden_columns()});
+    }
     const bool need_weight = dweight->numel() != 0;
     const GradientInputs gradient{
         index, count, floats(dlogp, "dlogp", N), floats(dentropy, "dentropy", N), known, data<float>(*offsets),
@@ -315,10 +330,11 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, i
         entries_of(head.plan, entry_tokens, entry_ids, entry_values, count), sums_of(head, sum_offset, sums)};
     check(sums == nullptr || (dentropy == nullptr && entry_tokens == nullptr && set_ids == nullptr),
           "sums serve no entropy's gradient, no entries and no candidate sets");
+    check(sums == nullptr || !need_weight || low_weight != nullptr, "with sums, dweight must be of a low-rank weight");
     if (count > 0) {
       gradient_of_head(head.plan, head.inputs, gradient);
     } else {
-      const bool writes = need_weight && !head.inputs.has_base();  // with a base it is added to
+      const bool writes = need_weight && !head.inputs.has_low_rank();  // whose gradient is added to
       if (writes) std::fill_n(data<char>(*dweight), dweight->numel() * dweight->element_size(), 0);
       if (dbias != nullptr) std::fill_n(data<float>(*dbias), V, 0.0f);
     }

@@ -28,6 +28,12 @@ int64_t sums_of_dhidden(int64_t bytes) {
   return std::clamp<int64_t>(kSumBytes / std::max<int64_t>(bytes, 1), 1, kMostSums);
 }
 
+// Some columns of dH: of the weight, or of the low-rank weight.
+struct HiddenPanel {
+  bool low;
+  int64_t first, count;
+};
+
 struct Sizes {
   int64_t padded;         // tokens that have a gradient, in whole panels
   int64_t chunk, chunks;  // of them, whose dz is multiplied at a time
@@ -35,11 +41,11 @@ struct Sizes {
   int64_t column_panels;  // of dW
   int64_t groups;         // of `plan.group` vocabulary blocks
   int64_t sums;           // of dH; a group is added to the one of its number, modulo `sums`
-  int64_t hidden_panels;  // of dH: its columns in panels of 64
+  int64_t weight_panels;  // of dH: its columns of the weight in panels of 64
+  int64_t hidden_panels;  // with those of the low-rank weight
   int64_t strip, strips;  // of a chunk: tokens whose dz stays in the second-level cache while panels of the weight pass
   int64_t workers;
   bool dense;             // every token has a gradient
-  bool folds;             // dW is made of all its panels, see `add_to_adapter`
   bool looks_ahead;       // products fetch what comes after them
   // Words of a row: of dz as a of the dW product and of the dH product; of a piece of the latter. Elements of a row of
   // gathered exponentials.
@@ -52,8 +58,7 @@ struct Sizes {
     sizes.chunks = ceil_div(sizes.padded, sizes.chunk);
     sizes.pair = per_word(plan.kind);
     sizes.pieces = plan.pieces();
-    sizes.column_panels = ceil_div(inputs.gradient_columns(), kLanes);
-    sizes.folds = inputs.has_base();
+    sizes.column_panels = ceil_div(inputs.gradient_weight().columns, kLanes);
     sizes.groups = ceil_div(plan.blocks, plan.group);
     sizes.workers = worker_count(sizes.groups);
     sizes.dense = g.count == inputs.tokens;
@@ -68,26 +73,36 @@ struct Sizes {
     const int64_t held = plan.held_words / (sizes.pieces * sizes.along_depth) / kLanes * kLanes;
     sizes.strip = std::clamp(held, kLanes, sizes.chunk);
     sizes.strips = ceil_div(sizes.chunk, sizes.strip);
-    sizes.hidden_panels = ceil_div(inputs.dhidden_columns(), kLanes);
+    sizes.weight_panels = ceil_div(plan.hidden, kLanes);
+    sizes.hidden_panels = sizes.weight_panels + ceil_div(plan.rank, kLanes);
     sizes.sums = std::min(sums_of_dhidden(4 * sizes.padded * sizes.hidden_panels * kLanes), sizes.groups);
     return sizes;
   }
 
+  HiddenPanel hidden_panel(const Plan& plan, int64_t p) const {
+    const bool low = p >= weight_panels;
+    const int64_t first = (low ? p - weight_panels : p) * kLanes;
+    return {low, first, std::min(kLanes, (low ? plan.rank : plan.hidden) - first)};
+  }
+
   // Panels of dW whose sums wait for the next chunk of tokens.
-  int64_t waiting_panels() const { return padded > chunk || folds ? column_panels : 1; }
+  int64_t waiting_panels() const { return padded > chunk ? column_panels : 1; }
 };
 
 // Inputs of the tiles for each token, in the order of `rows`, padded to whole panels by tokens without a gradient.
 class Lanes {
  public:
-  Lanes(const HeadInputs& inputs, const GradientInputs& g, int64_t padded)
+  // `with_targets`: else dz is 0 there.
+  Lanes(const HeadInputs& inputs, const GradientInputs& g, int64_t padded, bool with_targets)
       : values_(7 * padded), targets_(padded), padded_(padded), softcap_(inputs.softcap),
         entropy_(g.dentropy != nullptr) {
     const bool scored = g.statistics.max != nullptr;  // else sums are made while the tokens are scored
     for (int64_t i = 0; i < padded; i++) scored ? fill(inputs, g, i) : fill_for_sums(inputs, g, i);
+    if (!with_targets) std::fill(of(6), of(6) + padded, 0.0f);
   }
 
   int64_t target(int64_t i) const { return targets_.get()[i]; }
+  float target_value(int64_t i) const { return of(6)[i]; }
 
   GradientLanes at(int64_t lane, const float* offset, const int32_t* target, const float* row_scale) const {
     return {offset,   of(0) + lane, of(1) + lane, of(2) + lane, of(3) + lane, entropy_ ? of(4) + lane : nullptr,
@@ -157,8 +172,8 @@ Buffer<uint32_t> packed_columns(const Plan& plan, const HeadInputs& inputs, cons
                                 const Sizes& sizes) {
   const int64_t padded = g.dweight == nullptr ? 0 : sizes.padded, width = sizes.column_panels * kLanes;
   const int64_t chunks = ceil_div(padded, sizes.chunk), workers = worker_count(chunks), words = width / sizes.pair;
-  const int64_t item = item_bytes(inputs.compute);
   const int64_t row = sizes.pieces * words;
+  const WeightRows states = inputs.gradient_states();
   Buffer<uint32_t> columns(sizes.pieces * (padded / sizes.pair) * width);
   const WorkerBuffers<uint32_t> packed(workers, sizes.chunk * row);
   parallel_tasks(chunks, workers, [&](int64_t task, int64_t worker) {
@@ -170,10 +185,7 @@ Buffer<uint32_t> packed_columns(const Plan& plan, const HeadInputs& inputs, cons
         std::fill(to, to + row, 0u);
         continue;
       }
-      const int64_t at = g.rows[first + i] * plan.hidden + inputs.first_gradient_column();
-      const WeightRows hidden{static_cast<const char*>(inputs.hidden) + at * item, inputs.compute,
-                              inputs.gradient_columns(), plan.hidden};
-      plan.kernels->pack_rows(hidden, 1, inputs.compute, plan.kind, {to, row, words}, words);
+      plan.kernels->pack_rows(states.from(g.rows[first + i]), 1, inputs.compute, plan.kind, {to, row, words}, words);
     }
     uint32_t* out = columns.get() + sizes.pieces * (first / sizes.pair) * width;
     for (int64_t p = 0; p < sizes.column_panels; p++) {
@@ -205,7 +217,7 @@ struct Scratch {
     const int64_t rows = plan.block_rows, workers = sizes.workers, size = plan.kept_size();
     const int64_t for_dhidden = g.dhidden != nullptr, for_dweight = g.dweight != nullptr;
     return {
-        .weight = WorkerBuffers<uint32_t>(workers, plan.group * rows * plan.stride),
+        .weight = WorkerBuffers<uint32_t>(workers, plan.group * WeightBlock::buffer_words(plan)),
         .along = WorkerBuffers<uint32_t>(workers, for_dhidden * sizes.chunk * sizes.along_stride),
         .panel = WorkerBuffers<uint32_t>(workers, for_dhidden * sizes.pieces * sizes.along_depth * kLanes),
         .sums = WorkerBuffers<float>(workers, for_dweight * plan.group * sizes.waiting_panels() * rows * kLanes),
@@ -288,7 +300,7 @@ struct Call {
   static Call of(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g, Scoring* scoring) {
     const Sizes sizes = Sizes::of(plan, inputs, g);
     const int64_t panels = ceil_div(inputs.tokens, kLanes);
-    return {plan, inputs, g, scoring, sizes, Lanes(inputs, g, sizes.padded),
+    return {plan, inputs, g, scoring, sizes, Lanes(inputs, g, sizes.padded, g.sums.values == nullptr),
             TokenPanels(plan, inputs, scoring != nullptr ? 0 : std::min(inputs.kept_panels(), panels), panels),
             packed_columns(plan, inputs, g, sizes), Scratch::of(plan, inputs, g, sizes)};
   }
@@ -305,7 +317,8 @@ struct Exponentials {
 };
 
 // Those of a panel of all tokens: stored, or computed again; or for the first time.
-Exponentials exponentials_of_panel(const Call& call, Left weight, int64_t block, int64_t panel, int64_t worker) {
+Exponentials exponentials_of_panel(const Call& call, const WeightBlock& weight, int64_t block, int64_t panel,
+                                   int64_t worker) {
   const HeadInputs& inputs = call.inputs;
   char* const kept = inputs.kept_tile(call.plan, block, panel);
   if (kept != nullptr && call.scoring == nullptr) {
@@ -316,13 +329,14 @@ Exponentials exponentials_of_panel(const Call& call, Left weight, int64_t block,
   if (call.scoring != nullptr) tile = call.scoring->at(block, panel);
   float* const z = call.scratch.tile.of(worker);
   char* values = kept != nullptr ? kept : call.scratch.tile_exponentials.of(worker);
-  exponentials_of_tile(call.plan, inputs, weight, call.recomputed.panel(panel), block, panel, z, tile, values, {});
+  exponentials_of_tile(call.plan, inputs, weight, call.recomputed, block, panel, z, tile, values, {});
   if (call.scoring != nullptr) call.scoring->take(inputs, block, panel, z, kept != nullptr);
   return {values, kLanes, tile.max};
 }
 
 // Those of tokens [begin, end) with a gradient, from the panels that hold them.
-Exponentials gather(const Call& call, Left weight, int64_t block, int64_t begin, int64_t end, int64_t worker) {
+Exponentials gather(const Call& call, const WeightBlock& weight, int64_t block, int64_t begin, int64_t end,
+                    int64_t worker) {
   const Plan& plan = call.plan;
   const int64_t rows = plan.rows_of(block), size = plan.kept_size(), stride = call.sizes.gathered_stride;
   const int64_t* tokens = call.gradient.rows;
@@ -407,20 +421,15 @@ void put_entries(const Call& call, EntryRange range, int64_t first_token, int64_
   }
 }
 
-// Rows of the gradient of an adapter += the product of dz, which was multiplied by row_scale, and the terms of u, whose
-// columns are in `sums`: panels [block_rows, 64].
-void add_to_adapter(const Call& call, int64_t block, const float* sums) {
-  const int64_t first = block * call.plan.block_rows, columns = call.inputs.weight.columns;
-  const int64_t all = call.inputs.gradient_columns();
-  for (int64_t at = 0, count = 0; at < all; at += count) {  // of a panel, and of a term
-    const int64_t column = at % columns, lane = at % kLanes;
-    count = std::min({columns - column, kLanes - lane, all - at});
-    const float* from = sums + at / kLanes * call.plan.block_rows * kLanes + lane;
-    float* out = static_cast<float*>(call.gradient.dweight) + first * columns + column;
-    for (int64_t r = 0; r < call.plan.rows_of(block); r++, from += kLanes, out += columns) {
-      const float inverse = call.inputs.row_scale == nullptr ? 1.0f : 1.0f / call.inputs.row_scale[first + r];
-      for (int64_t j = 0; j < count; j++) out[j] += from[j] * inverse;
-    }
+// Columns of the low-rank weight's gradient, as many as `lanes` from `column` on, += a block's sums [block_rows, 64], in
+// which dz was multiplied by row_scale.
+void add_to_low_rank(const Call& call, int64_t block, int64_t column, int64_t lanes, const float* sums) {
+  const int64_t first = block * call.plan.block_rows, rank = call.plan.rank;
+  const float* const row_scale = call.inputs.row_scale;
+  for (int64_t r = 0; r < call.plan.rows_of(block); r++, sums += kLanes) {
+    const float inverse = row_scale == nullptr ? 1.0f : 1.0f / row_scale[first + r];
+    float* const out = static_cast<float*>(call.gradient.dweight) + (first + r) * rank + column;
+    for (int64_t j = 0; j < lanes; j++) out[j] += sums[j] * inverse;
   }
 }
 
@@ -432,25 +441,26 @@ void add_to_dweight(const Call& call, int64_t block, int64_t begin, int64_t leng
   const int64_t rows = plan.rows_of(block), item = item_bytes(g.dweight_dtype), depth = length / sizes.pair;
   const Left dz{call.scratch.across.of(worker), sizes.across_stride, sizes.chunk / sizes.pair};
   const uint32_t* columns = call.columns.get() + sizes.pieces * (begin / sizes.pair) * sizes.column_panels * kLanes;
-  const int64_t width = call.inputs.weight.columns;
+  const int64_t width = call.inputs.gradient_weight().columns;
   char* out = static_cast<char*>(g.dweight) + block * plan.block_rows * width * item;
   float* const sums = call.scratch.sums.of(worker) +
                       block % plan.group * sizes.waiting_panels() * plan.block_rows * kLanes;
   for (int64_t p = 0; p < sizes.column_panels; p++) {
     float* sum = sums + p % sizes.waiting_panels() * plan.block_rows * kLanes;
-    const int64_t lanes = std::min(kLanes, call.inputs.gradient_columns() - p * kLanes);
+    const int64_t lanes = std::min(kLanes, width - p * kLanes);
     const Right hidden{columns + p * sizes.pieces * depth * kLanes, depth * kLanes, lanes};
     plan.multiply(rows, depth, dz, hidden, sum, begin > 0, ahead.part(p, sizes.column_panels));
-    if (begin + length == sizes.padded && !sizes.folds) {
-      plan.kernels->store_gradient(sum, rows, std::min(kLanes, width - p * kLanes), g.dweight_dtype,
-                                   out + p * kLanes * item, width);
+    if (begin + length < sizes.padded) continue;
+    if (call.inputs.has_low_rank()) {
+      add_to_low_rank(call, block, p * kLanes, lanes, sum);
+    } else {
+      plan.kernels->store_gradient(sum, rows, lanes, g.dweight_dtype, out + p * kLanes * item, width);
     }
   }
-  if (begin + length == sizes.padded && sizes.folds) add_to_adapter(call, block, sums);
 }
 
 // dz of a chunk of tokens, from `begin` on, for a block; its rows of dW and db.
-void work_on_block(const Call& call, Left weight, int64_t block, int64_t begin, int64_t worker) {
+void work_on_block(const Call& call, const WeightBlock& weight, int64_t block, int64_t begin, int64_t worker) {
   const Plan& plan = call.plan;
   const Sizes& sizes = call.sizes;
   const Scratch& scratch = call.scratch;
@@ -502,8 +512,8 @@ void work_on_block(const Call& call, Left weight, int64_t block, int64_t begin, 
 
 // dH += dz [chunk, group] W [group, columns]. `weights`: of each of its blocks. `added`: how many groups were added to
 // each panel of the strips of a sum.
-void add_to_dhidden(const Call& call, int64_t group, const Left* weights, int64_t begin, std::atomic<int64_t>* added,
-                    int64_t worker) {
+void add_to_dhidden(const Call& call, int64_t group, const WeightBlock* weights, int64_t begin,
+                    std::atomic<int64_t>* added, int64_t worker) {
   const Plan& plan = call.plan;
   const Sizes& sizes = call.sizes;
   const int64_t first = group * plan.group, last = std::min(first + plan.group, plan.blocks) - 1;
@@ -520,18 +530,19 @@ void add_to_dhidden(const Call& call, int64_t group, const Left* weights, int64_
       ahead = {along + next * sizes.along_stride, std::min(sizes.strip, length - next) * sizes.along_stride};
     }
     for (int64_t p = 0; p < sizes.hidden_panels; p++, added++) {
+      const HiddenPanel columns = sizes.hidden_panel(plan, p);
       for (int64_t block = first; block <= last; block++) {
-        const Left& weight = weights[block - first];
+        const Left& weight = columns.low ? weights[block - first].low_weight : weights[block - first].weight;
         const int64_t whole = round_up(plan.rows_of(block), sizes.pair);
         for (int64_t piece = 0; piece < sizes.pieces; piece++) {
           uint32_t* const to = panel + (piece * sizes.along_depth + (block - first) * words) * kLanes;
-          plan.kernels->interleave_panel(weight.words + piece * weight.piece, whole, weight.stride, p * kLanes,
-                                         plan.words, plan.kind, to);
+          plan.kernels->interleave_panel(weight.words + piece * weight.piece, whole, weight.stride, columns.first,
+                                         columns.low ? plan.rank_words : plan.words, plan.kind, to);
           if (call.inputs.set_ranges != nullptr) drop_nonfinite(to, whole / sizes.pair * kLanes, plan.kind);
         }
       }
       const Left dz{along + token * sizes.along_stride, sizes.along_stride, sizes.along_depth};
-      const Right right{panel, sizes.along_depth * kLanes, std::min(kLanes, call.inputs.dhidden_columns() - p * kLanes)};
+      const Right right{panel, sizes.along_depth * kLanes, columns.count};
       float* const out =
           call.scratch.dhidden.get() + ((sum * sizes.hidden_panels + p) * sizes.padded + begin + token) * kLanes;
       wait_until_at_least(*added, before);
@@ -547,11 +558,11 @@ void work_on_group(const Call& call, int64_t group, std::atomic<int64_t>* added,
   const bool need_hidden = call.gradient.dhidden != nullptr;
   const int64_t first = group * plan.group, end = std::min(first + plan.group, plan.blocks);
   if (call.scoring != nullptr) call.scoring->wait_for_room(end - 1);
-  Left weights[kMostBlocks]{};
+  WeightBlock weights[kMostBlocks]{};
   for (int64_t block = first; block < end; block++) {
     if (!need_hidden && inputs.kept_panels() * kLanes >= inputs.tokens) break;
-    uint32_t* const buffer = call.scratch.weight.of(worker) + (block - first) * plan.block_rows * plan.stride;
-    weights[block - first] = weight_block(plan, inputs, block, buffer);
+    uint32_t* const buffer = call.scratch.weight.of(worker) + (block - first) * WeightBlock::buffer_words(plan);
+    weights[block - first] = WeightBlock::of(plan, inputs, block, buffer);
   }
   for (int64_t begin = 0; begin < call.sizes.padded; begin += call.sizes.chunk) {
     for (int64_t block = first; block < end; block++) work_on_block(call, weights[block - first], block, begin, worker);
@@ -562,45 +573,61 @@ void work_on_group(const Call& call, int64_t group, std::atomic<int64_t>* added,
 
 void store_dhidden(const Call& call) {
   const Sizes& sizes = call.sizes;
-  const int64_t padded = sizes.padded, hidden = call.plan.hidden, columns = call.inputs.dhidden_columns();
+  const int64_t padded = sizes.padded;
   parallel_tasks(padded / kLanes, worker_count(padded / kLanes), [&](int64_t panel, int64_t) {
     for (int64_t token = panel * kLanes; token < std::min((panel + 1) * kLanes, call.gradient.count); token++) {
-      float* const out = call.gradient.dhidden + token * hidden;
-      for (int64_t column = 0; column < columns; column += kLanes) {
-        const float* from = call.scratch.dhidden.get() + column * padded + token * kLanes;
-        const int64_t count = std::min(kLanes, columns - column);
-        std::copy(from, from + count, out + column);
+      float* out = call.gradient.dhidden + token * call.plan.dhidden_columns();
+      for (int64_t p = 0, count; p < sizes.hidden_panels; p++, out += count) {
+        const float* from = call.scratch.dhidden.get() + (p * padded + token) * kLanes;
+        count = sizes.hidden_panel(call.plan, p).count;
+        std::copy(from, from + count, out);
         for (int64_t sum = 1; sum < sizes.sums; sum++) {
           from += sizes.hidden_panels * padded * kLanes;
-          for (int64_t j = 0; j < count; j++) out[column + j] += from[j];
+          for (int64_t j = 0; j < count; j++) out[j] += from[j];
         }
       }
-      std::fill(out + columns, out + hidden, 0.0f);
     }
   });
 }
 
-// dH [count, hidden] from the sums of tokens, and the weight's rows of their targets.
-void dhidden_of_sums(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g) {
-  const Lanes lanes(inputs, g, round_up(g.count, kLanes));
+// dH [count, hidden + rank] from the sums of tokens, and the weight's rows of their targets.
+void dhidden_of_sums(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g, const Lanes& lanes) {
   const int64_t panels = ceil_div(g.count, kLanes), workers = worker_count(panels);
-  const WorkerBuffers<uint32_t> rows(workers, round_up(plan.hidden, 16));
+  const int64_t words = round_up(plan.hidden, 16);
+  const WorkerBuffers<uint32_t> rows(workers, std::max(words, round_up(plan.rank, 16)));
   parallel_tasks(panels, workers, [&](int64_t panel, int64_t worker) {
     for (int64_t i = panel * kLanes; i < std::min((panel + 1) * kLanes, g.count); i++) {
       const GradientLanes lane = lanes.at(i, nullptr, nullptr, nullptr);
       const int64_t token = g.rows[i], target = lanes.target(i);
-      const float* const sums = g.sums.values + token * plan.hidden;
+      const float* const sums = g.sums.values + token * plan.dhidden_columns();
       const float factor = std::exp((g.sums.offset[token] - *lane.max) - *lane.log_sum);
-      float* const out = g.dhidden + i * plan.hidden;
+      float* const out = g.dhidden + i * plan.dhidden_columns();
       // in this order: the factor may be e48, and its product with the coefficient too large
-      for (int64_t k = 0; k < plan.hidden; k++) out[k] = factor * sums[k] * *lane.minus_dlogp;
+      for (int64_t k = 0; k < plan.dhidden_columns(); k++) out[k] = factor * sums[k] * *lane.minus_dlogp;
       if (target < 0) continue;
       uint32_t* const row = rows.of(worker);
-      pack_weight(plan, inputs, target, 1, Operand::fp32, {row, 0, 0}, round_up(plan.hidden, 16));
       const float scale = inputs.row_scale == nullptr ? 1.0f : inputs.row_scale[target];
+      plan.kernels->pack_rows(inputs.weight.from(target), 1, inputs.compute, Operand::fp32, {row, 0, 0}, words);
       plan.kernels->add_row(Dtype::fp32, out, row, *lane.target_value * scale, plan.hidden);
+      if (!inputs.has_low_rank()) continue;
+      pack_low_weight(plan, inputs, target, 1, Dtype::fp32, Operand::fp32, {row, 0, 0}, round_up(plan.rank, 16));
+      plan.kernels->add_row(Dtype::fp32, out + plan.hidden, row, *lane.target_value * scale, plan.rank);
     }
   });
+}
+
+// The part of the targets in db and in the low-rank dW, most of these, to the digits of fp32.
+void add_targets(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g, const Lanes& lanes) {
+  for (int64_t i = 0; i < g.count; i++) {
+    const int64_t target = lanes.target(i);
+    if (target < 0) continue;
+    const float dz = lanes.target_value(i);
+    if (g.dbias != nullptr) g.dbias[target] += dz;
+    if (g.dweight == nullptr) continue;
+    float* const row = static_cast<float*>(g.dweight) + target * plan.rank;
+    const float* const low_hidden = inputs.low_hidden + g.rows[i] * plan.rank;
+    for (int64_t j = 0; j < plan.rank; j++) row[j] += dz * low_hidden[j];
+  }
 }
 
 void Call::run() const {
@@ -614,7 +641,8 @@ void Call::run() const {
 
 ScratchPlan ScratchPlan::of(const Plan& plan, int64_t tokens, int64_t row_bytes, int64_t budget) {
   const int64_t item = 4 / per_word(plan.kind) * plan.pieces(), kept = plan.kept_size(), threads = thread_count();
-  const int64_t panels = ceil_div(tokens, kLanes), padded = panels * kLanes, columns = round_up(plan.hidden, kLanes);
+  const int64_t panels = ceil_div(tokens, kLanes), padded = panels * kLanes;
+  const int64_t columns = round_up(plan.hidden, kLanes) + round_up(plan.rank, kLanes);
   ScratchPlan scratch{};
   // of a thread: weight, dz in both orders and a panel; tiles and exponentials; dW; of all: sums of dH
   const int64_t chunk = std::min(padded, plan.token_chunk), rows = plan.group * plan.block_rows;
@@ -649,13 +677,18 @@ void score_and_sum_head(const Plan& plan, const HeadInputs& inputs, const Statis
 }
 
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient) {
-  GradientInputs by_products = gradient;
-  if (gradient.sums.values != nullptr && gradient.dhidden != nullptr) {
-    dhidden_of_sums(plan, inputs, gradient);
-    by_products.dhidden = nullptr;
+  const bool other = gradient.dweight != nullptr || gradient.dbias != nullptr;
+  if (gradient.sums.values == nullptr) {
+    if (other || gradient.dhidden != nullptr) Call::of(plan, inputs, gradient, nullptr).run();
+    return;
   }
-  const bool any = by_products.dhidden != nullptr || gradient.dweight != nullptr || gradient.dbias != nullptr;
-  if (any) Call::of(plan, inputs, by_products, nullptr).run();
+  const Lanes lanes(inputs, gradient, round_up(gradient.count, kLanes), true);
+  if (gradient.dhidden != nullptr) dhidden_of_sums(plan, inputs, gradient, lanes);
+  if (!other) return;
+  GradientInputs by_products = gradient;
+  by_products.dhidden = nullptr;
+  Call::of(plan, inputs, by_products, nullptr).run();
+  add_targets(plan, inputs, gradient, lanes);
 }
 
 }  // namespace grpo

@@ -69,8 +69,10 @@ struct Plan {
   Dtype kept;  // of exponentials
   Gemm multiply;
   int64_t vocab, hidden;
+  int64_t rank;          // of the low-rank product beside the weight's, or 0
   int64_t depth;         // of the products of scoring, in words
   int64_t words;         // of a packed row of weight or hidden states, or of a piece of it; a multiple of 16
+  int64_t rank_words;    // the same of the low-rank weight
   int64_t stride;        // of packed rows, see `shares_cache_sets`
   int64_t block_rows;    // vocabulary rows whose packed weight stays in the second-level cache
   int64_t blocks;
@@ -78,11 +80,10 @@ struct Plan {
   int64_t token_chunk;   // tokens whose dz stays there
   int64_t held_words;    // of one operand of a product, which stays there while panels of the other pass
 
-  static Plan of(int64_t vocab, int64_t hidden, Dtype compute);
+  static Plan of(int64_t vocab, int64_t hidden, int64_t rank, Dtype compute);
 
   int64_t pieces() const { return pieces_of(kind); }
-  // Where rows are packed.
-  Packed packed(uint32_t* to, int64_t row_stride) const { return {to, row_stride, words}; }
+  int64_t dhidden_columns() const { return hidden + rank; }
   int64_t rows_of(int64_t block) const { return std::min(block_rows, vocab - block * block_rows); }
   int64_t kept_size() const { return item_bytes(kept); }
 };
@@ -107,15 +108,15 @@ struct Store {
   }
 };
 
-// The inputs that both operations share. The head is `weight`; or a frozen `base`, which may be quantised, and beside
-// it the low-rank product of `weight`, perhaps of no columns. Then hidden states are [h, u], or [h, u', u', u''] with
-// three terms, where u' + u'' = u: a narrow product of one term would round u and weight.
+// The inputs that both operations share. Products are hidden @ weight^T * row_scale; or, beside a frozen weight, which
+// may be quantised, low_hidden @ low_weight^T is added: then the gradient is that of `low_weight`.
 struct HeadInputs {
   const void* hidden;  // [tokens, hidden] in the compute dtype, contiguous
-  WeightRows base, weight;
-  int64_t terms;           // of each column of `weight`: 1, or 3 with a base
+  WeightRows weight;
   Dtype compute;
-  const float* row_scale;  // [vocab] or nullptr: products of the base are multiplied by it
+  const float* row_scale;   // [vocab] or nullptr
+  const float* low_hidden;  // [tokens, rank] or nullptr
+  WeightRows low_weight;    // [vocab, rank]
   const float* bias;       // [vocab] or nullptr
   const int64_t* targets;  // [tokens]
   const float* temperature;  // [tokens]
@@ -127,12 +128,13 @@ struct HeadInputs {
   float softcap;  // 0: none
   Store in_gradient, spill;  // exponentials of the first panels, and of the next ones
 
-  bool has_base() const { return base.columns > 0; }
-  // The first of three terms has no part in dW, which is the sum of the products of the others; the last has none in
-  // dH: u'' is a rest without a gradient.
-  int64_t first_gradient_column() const { return base.columns + (terms == 1 ? 0 : weight.columns); }
-  int64_t gradient_columns() const { return weight.columns * (terms == 1 ? 1 : 2); }
-  int64_t dhidden_columns() const { return base.columns + gradient_columns(); }
+  bool has_low_rank() const { return low_hidden != nullptr; }
+  // Hidden states and weight of the gradient.
+  WeightRows gradient_states() const {
+    if (has_low_rank()) return {low_hidden, Dtype::fp32, low_weight.columns, low_weight.columns};
+    return {hidden, compute, weight.columns, weight.columns};
+  }
+  const WeightRows& gradient_weight() const { return has_low_rank() ? low_weight : weight; }
 
   int64_t kept_panels() const { return in_gradient.panels + spill.panels; }
 
@@ -173,7 +175,7 @@ struct Entries {
 
 void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets);
 
-// [tokens, hidden]: sums over the vocabulary, without the target's row, of exp(z - offset) dz/d(product) W, where no
+// [tokens, hidden + rank]: sums over the vocabulary, without the target's row, of exp(z - offset) dz/d(product) W, where no
 // offset is below the token's maximum. dH is a multiple of them, and of the target's row.
 struct HeadSums {
   const float* offset;  // [tokens]
@@ -193,12 +195,13 @@ struct GradientInputs {
   const float *dlogp, *dentropy;  // [tokens]; dentropy may be nullptr
   Statistics statistics;
   const float* offsets;     // [blocks, kept panels * 64] as scoring wrote them
-  void* dweight;            // [vocab, columns of `weight`] or nullptr; with a base in fp32, and added to
+  void* dweight;            // [vocab, columns] or nullptr; that of `low_weight` in fp32, and added to
   Dtype dweight_dtype;
-  float* dhidden;           // [count, hidden] or nullptr
+  float* dhidden;           // [count, hidden + rank] or nullptr
   float* dbias;             // [vocab] or nullptr
   Entries entries;
-  HeadSums sums;            // if there are any, dH is made of them: then there are no entries, and dentropy is nullptr
+  // If there are any, dH is made of them: then there are no entries, dentropy is nullptr, and dW that of `low_weight`.
+  HeadSums sums;
 };
 
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient);
@@ -235,23 +238,34 @@ void parallel_tasks(int64_t tasks, int64_t workers, F&& f) {
 class TokenPanels {
  public:
   TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t first_panel, int64_t last_panel);
-  Right panel(int64_t index) const { return {words_.get() + (index - first_) * size_, piece_}; }
+  Right hidden(int64_t panel) const { return {hidden_.get() + (panel - first_) * size_, piece_}; }
+  Right low_hidden(int64_t panel) const { return {low_hidden_.get() + (panel - first_) * low_size_, 0}; }  // in fp32
 
  private:
-  int64_t first_, piece_, size_;
-  Buffer<uint32_t> words_;
+  int64_t first_, piece_, size_, low_size_;
+  Buffer<uint32_t> hidden_, low_hidden_;
 };
 
-// Rows of base and weight as `Kernels::pack_rows` writes them.
-void pack_weight(const Plan& plan, const HeadInputs& inputs, int64_t first, int64_t rows, Operand kind, Packed out,
-                 int64_t words);
+// Rows of the low-rank weight / row_scale, which products are multiplied by, as `Kernels::pack_rows` writes them.
+void pack_low_weight(const Plan& plan, const HeadInputs& inputs, int64_t first, int64_t rows, Dtype compute,
+                     Operand kind, Packed out, int64_t words);
 
-// What `weight_block` will read, if that is the weight itself; nothing beyond the last block.
+// What `WeightBlock` will read, if that is the weight itself; nothing beyond the last block.
 Ahead weight_ahead(const Plan& plan, const HeadInputs& inputs, int64_t block);
 
 // Rows of the weight as a of a product, then a row of zeros if words hold two of them and one is left over: the weight
-// itself where its layout is that of an operand, else a copy in `buffer` [block_rows * stride].
-Left weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer);
+// itself where its layout is that of an operand, else a copy. The low-rank weight is copied twice: a product of 16
+// columns in bf16 would cost the log-probs 1e-3 nats, so scores have it in fp32.
+struct WeightBlock {
+  Left weight, low_weight, low_weight_fp32;
+
+  static int64_t buffer_words(const Plan& plan);
+  static WeightBlock of(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer);
+};
+
+// Products [rows, 64] of a block and a panel of tokens, before `Transform`.
+void multiply_tile(const Plan& plan, const WeightBlock& weight, const TokenPanels& tokens, int64_t block, int64_t panel,
+                   float* out, Ahead ahead);
 
 // Floats of one worker for `exponentials_of_tile`: a tile, and one more for candidate sets.
 inline int64_t tile_size(const Plan& plan, const HeadInputs& inputs) {
@@ -259,8 +273,9 @@ inline int64_t tile_size(const Plan& plan, const HeadInputs& inputs) {
 }
 
 // z and its exponentials for one tile: the one code path of scoring and of recomputation.
-void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, Left weight, Right token_panel, int64_t block,
-                          int64_t panel, float* z, const TileStatistics& out, void* kept, Ahead ahead);
+void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, const WeightBlock& weight,
+                          const TokenPanels& tokens, int64_t block, int64_t panel, float* z, const TileStatistics& out,
+                          void* kept, Ahead ahead);
 
 // Ranges of blocks whose statistics are merged one after the other; the next one begins where one ends.
 inline int64_t split_count(const Plan& plan) { return std::min(kSplits, plan.blocks); }

@@ -5,7 +5,7 @@
 
 namespace grpo {
 
-Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
+Plan Plan::of(int64_t vocab, int64_t hidden, int64_t rank, Dtype compute) {
   const Machine& here = machine();
   Plan plan{};
   plan.kernels = here.kernels;
@@ -15,8 +15,10 @@ Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
   plan.multiply = narrow == nullptr ? here.kernels->multiply : narrow;
   plan.vocab = vocab;
   plan.hidden = hidden;
+  plan.rank = rank;
   plan.depth = round_up(ceil_div(hidden, per_word(plan.kind)), plan.kind == Operand::fp32 ? 1 : here.narrow_step);
   plan.words = round_up(plan.depth, 16);
+  plan.rank_words = round_up(ceil_div(rank, per_word(plan.kind)), 16);
   const int64_t row = plan.words * plan.pieces();
   plan.stride = shares_cache_sets(row) ? row + 16 : row;
   // 448 KiB of packed weight, 256 KiB of a token panel and a tile of 64 KiB, in 1 MiB of second-level cache; fp32
@@ -31,16 +33,24 @@ Plan Plan::of(int64_t vocab, int64_t hidden, Dtype compute) {
 
 TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t first_panel, int64_t last_panel)
     : first_(first_panel), piece_(plan.words * kLanes), size_(plan.pieces() * piece_),
-      words_((last_panel - first_panel) * size_) {
+      low_size_(round_up(plan.rank, 16) * kLanes), hidden_((last_panel - first_panel) * size_),
+      low_hidden_((last_panel - first_panel) * low_size_) {
   const WeightRows hidden{inputs.hidden, inputs.compute, plan.hidden, plan.hidden};
-  const int64_t workers = worker_count(last_panel - first_panel), row = plan.words * plan.pieces();
-  const WorkerBuffers<uint32_t> rows(workers, kLanes * row);
+  const WeightRows low_hidden{inputs.low_hidden, Dtype::fp32, plan.rank, plan.rank};
+  const int64_t workers = worker_count(last_panel - first_panel);
+  const WorkerBuffers<uint32_t> rows(workers, std::max(size_, low_size_));
   parallel_tasks(last_panel - first_panel, workers, [&](int64_t task, int64_t worker) {
     const int64_t token = (first_panel + task) * kLanes, count = std::min(kLanes, inputs.tokens - token);
-    uint32_t* packed = rows.of(worker);
-    plan.kernels->pack_rows(hidden.from(token), count, inputs.compute, plan.kind, plan.packed(packed, row), plan.words);
-    std::fill(packed + count * row, packed + kLanes * row, 0u);
-    plan.kernels->transpose_panel(packed, row, row, words_.get() + task * size_);
+    uint32_t* const packed = rows.of(worker);
+    const auto pack = [&](const WeightRows& from, Dtype compute, Operand kind, int64_t words, uint32_t* to) {
+      const int64_t row = words * pieces_of(kind);
+      plan.kernels->pack_rows(from.from(token), count, compute, kind, {packed, row, words}, words);
+      std::fill(packed + count * row, packed + kLanes * row, 0u);
+      plan.kernels->transpose_panel(packed, row, row, to);
+    };
+    pack(hidden, inputs.compute, plan.kind, plan.words, hidden_.get() + task * size_);
+    if (!inputs.has_low_rank()) return;
+    pack(low_hidden, Dtype::fp32, Operand::fp32, low_size_ / kLanes, low_hidden_.get() + task * low_size_);
   });
 }
 
@@ -51,7 +61,7 @@ Left weight_in_place(const Plan& plan, const HeadInputs& inputs, int64_t block) 
   const WeightRows& weight = inputs.weight;
   const int64_t item = item_bytes(weight.dtype), pairs = per_word(plan.kind), stride = weight.stride / pairs;
   const void* source = weight.row(block * plan.block_rows);
-  const bool same_words = weight.columns == plan.hidden && weight.dtype == inputs.compute && item * pairs == 4 &&
+  const bool same_words = weight.dtype == inputs.compute && weight.scale == nullptr && item * pairs == 4 &&
                           plan.kind != Operand::pieces;
   const bool whole_lines = plan.hidden % (16 * pairs) == 0 && weight.stride % (16 * pairs) == 0 &&
                            reinterpret_cast<uintptr_t>(source) % 64 == 0;
@@ -68,74 +78,50 @@ Ahead weight_ahead(const Plan& plan, const HeadInputs& inputs, int64_t block) {
   return found.words == nullptr ? Ahead{} : Ahead{found.words, plan.rows_of(block) * found.stride};
 }
 
-namespace {
-
-// [B'', B', B'] of rows of `weight` for three terms: B' is B / row_scale, rounded as narrow words are, B'' the rest. In
-// tiles of some rows and columns, which are packed on the stack.
-void pack_terms(const Plan& plan, const HeadInputs& inputs, int64_t first, int64_t rows, Operand kind, Packed out,
-                int64_t words) {
-  constexpr int64_t kRows = 16, kColumns = 64;
-  const int64_t columns = inputs.weight.columns, item = 4 / per_word(kind);
-  const bool narrow = kind == Operand::bf16;
-  for (int64_t r = 0; r < rows; r += kRows) {
-    const int64_t count = std::min(kRows, rows - r);
-    float inverse[kRows];
-    for (int64_t i = 0; i < count; i++) {
-      inverse[i] = inputs.row_scale == nullptr ? 1.0f : 1.0f / inputs.row_scale[first + r + i];
-      for (int64_t piece = 0; piece < pieces_of(kind); piece++) {
-        uint32_t* const row = out.words + (r + i) * out.stride + piece * out.piece;
-        std::fill(row, row + words, 0u);
-      }
-    }
-    for (int64_t j = 0; j < columns; j += kColumns) {
-      const int64_t width = std::min(kColumns, columns - j);
-      WeightRows source = inputs.weight.from(first + r);
-      source.data = static_cast<const char*>(source.data) + j * item_bytes(source.dtype);
-      source.columns = width;
-      source.scale = inverse;
-      alignas(64) uint32_t tile[kRows][3][kColumns];
-      plan.kernels->pack_rows(source, count, Dtype::fp32, narrow ? Operand::pieces : kind,
-                              {tile[0][0], 3 * kColumns, kColumns}, round_up(width, 32) / per_word(kind));
-      for (int64_t i = 0; i < count; i++) {
-        for (int64_t piece = 0; piece < pieces_of(kind); piece++) {
-          uint32_t* const row = out.words + (r + i) * out.stride + piece * out.piece;
-          char* const to = reinterpret_cast<char*>(row) + j * item;
-          if (narrow) std::memcpy(to, tile[i][1], width * item);
-          std::memcpy(to + columns * item, tile[i][piece], width * item);
-          std::memcpy(to + 2 * columns * item, tile[i][piece], width * item);
-        }
-      }
-    }
-  }
-}
-
-}  // namespace
-
-void pack_weight(const Plan& plan, const HeadInputs& inputs, int64_t first, int64_t rows, Operand kind, Packed out,
-                 int64_t words) {
-  if (inputs.has_base()) {
-    plan.kernels->pack_rows(inputs.base.from(first), rows, inputs.compute, kind, out, words);
-    out.words += inputs.base.columns / per_word(kind);
-    words -= inputs.base.columns / per_word(kind);
-  }
-  if (inputs.terms == 3) return pack_terms(plan, inputs, first, rows, kind, out, words);
-  if (inputs.weight.columns == 0) return;
-  WeightRows weight = inputs.weight.from(first);
+void pack_low_weight(const Plan& plan, const HeadInputs& inputs, int64_t first, int64_t rows, Dtype compute,
+                     Operand kind, Packed out, int64_t words) {
+  WeightRows weight = inputs.low_weight.from(first);
   float inverse[kMostBlockRows];
-  if (inputs.has_base() && inputs.row_scale != nullptr) {
+  if (inputs.row_scale != nullptr) {
     for (int64_t r = 0; r < rows; r++) inverse[r] = 1.0f / inputs.row_scale[first + r];
     weight.scale = inverse;
   }
-  plan.kernels->pack_rows(weight, rows, inputs.compute, kind, out, words);
+  plan.kernels->pack_rows(weight, rows, compute, kind, out, words);
 }
 
-Left weight_block(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer) {
-  const Left found = weight_in_place(plan, inputs, block);
-  if (found.words != nullptr) return found;
+int64_t WeightBlock::buffer_words(const Plan& plan) {
+  return plan.block_rows * (plan.stride + plan.rank_words * plan.pieces() + round_up(plan.rank, 16));
+}
+
+WeightBlock WeightBlock::of(const Plan& plan, const HeadInputs& inputs, int64_t block, uint32_t* buffer) {
+  const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
+  const int64_t whole = round_up(rows, per_word(plan.kind));
+  WeightBlock out{weight_in_place(plan, inputs, block), {}, {}};
+  if (out.weight.words == nullptr) {
+    out.weight = {buffer, plan.stride, plan.words};
+    plan.kernels->pack_rows(inputs.weight.from(first), rows, inputs.compute, plan.kind,
+                            {buffer, plan.stride, plan.words}, plan.words);
+    std::fill(buffer + rows * plan.stride, buffer + whole * plan.stride, 0u);
+  }
+  if (!inputs.has_low_rank()) return out;
+  buffer += plan.block_rows * plan.stride;
+  const int64_t stride = plan.rank_words * plan.pieces(), stride_fp32 = round_up(plan.rank, 16);
+  out.low_weight = {buffer, stride, plan.rank_words};
+  pack_low_weight(plan, inputs, first, rows, inputs.compute, plan.kind, {buffer, stride, plan.rank_words},
+                  plan.rank_words);
+  std::fill(buffer + rows * stride, buffer + whole * stride, 0u);
+  buffer += plan.block_rows * stride;
+  out.low_weight_fp32 = {buffer, stride_fp32, 0};
+  pack_low_weight(plan, inputs, first, rows, Dtype::fp32, Operand::fp32, {buffer, stride_fp32, 0}, stride_fp32);
+  return out;
+}
+
+void multiply_tile(const Plan& plan, const WeightBlock& weight, const TokenPanels& tokens, int64_t block, int64_t panel,
+                   float* out, Ahead ahead) {
   const int64_t rows = plan.rows_of(block);
-  pack_weight(plan, inputs, block * plan.block_rows, rows, plan.kind, plan.packed(buffer, plan.stride), plan.words);
-  std::fill(buffer + rows * plan.stride, buffer + round_up(rows, per_word(plan.kind)) * plan.stride, 0u);
-  return {buffer, plan.stride, plan.words};
+  plan.multiply(rows, plan.depth, weight.weight, tokens.hidden(panel), out, false, ahead);
+  if (plan.rank == 0) return;
+  plan.kernels->multiply(rows, plan.rank, weight.low_weight_fp32, tokens.low_hidden(panel), out, true, {});
 }
 
 namespace {
@@ -168,14 +154,15 @@ const float* limits_of_tile(const Plan& plan, const HeadInputs& inputs, int64_t 
 
 }  // namespace
 
-void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, Left weight, Right token_panel, int64_t block,
-                          int64_t panel, float* z, const TileStatistics& out, void* kept, Ahead ahead) {
+void exponentials_of_tile(const Plan& plan, const HeadInputs& inputs, const WeightBlock& weight,
+                          const TokenPanels& tokens, int64_t block, int64_t panel, float* z, const TileStatistics& out,
+                          void* kept, Ahead ahead) {
   const int64_t rows = plan.rows_of(block), token = panel * kLanes;
   float inverse_temperature[kLanes];
   for (int64_t j = 0; j < kLanes; j++) {
     inverse_temperature[j] = token + j < inputs.tokens ? 1.0f / inputs.temperature[token + j] : 1.0f;
   }
-  plan.multiply(rows, plan.depth, weight, token_panel, z, false, ahead);
+  multiply_tile(plan, weight, tokens, block, panel, z, ahead);
   const int64_t first = block * plan.block_rows;
   const Transform transform{inputs.row_scale == nullptr ? nullptr : inputs.row_scale + first,
                             inputs.bias == nullptr ? nullptr : inputs.bias + first, inputs.scale, inputs.softcap,
@@ -209,20 +196,19 @@ void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& ou
   const int64_t splits = split_count(plan), workers = worker_count(splits);
   const TokenPanels tokens(plan, inputs, 0, panels);
   const Partials partials(splits + workers, inputs, out.with_entropy);
-  const WorkerBuffers<uint32_t> weights(workers, plan.block_rows * plan.stride);
+  const WorkerBuffers<uint32_t> weights(workers, WeightBlock::buffer_words(plan));
   const WorkerBuffers<float> tiles(workers, tile_size(plan, inputs));
 
   parallel_tasks(splits, workers, [&](int64_t split, int64_t worker) {
     float* z = tiles.of(worker);
     const int64_t begin = split_begin(plan, split), end = split_begin(plan, split + 1);
     for (int64_t block = begin; block < end; block++) {
-      const Left weight = weight_block(plan, inputs, block, weights.of(worker));
+      const WeightBlock weight = WeightBlock::of(plan, inputs, block, weights.of(worker));
       const Ahead next = weight_ahead(plan, inputs, block + 1 < end ? block + 1 : plan.blocks);
       for (int64_t panel = 0; panel < panels; panel++) {
         const TileStatistics tile = partials.at(block == begin ? split : splits + worker, panel);
         void* kept = inputs.kept_tile(plan, block, panel);
-        exponentials_of_tile(plan, inputs, weight, tokens.panel(panel), block, panel, z, tile, kept,
-                             next.part(panel, panels));
+        exponentials_of_tile(plan, inputs, weight, tokens, block, panel, z, tile, kept, next.part(panel, panels));
         if (kept != nullptr) std::copy(tile.max, tile.max + kLanes, offsets + inputs.offset_at(block, panel));
         if (block != begin) plan.kernels->merge_tile(partials.at(split, panel), tile);
         partials.take_targets(plan, inputs, block, panel, z);
@@ -235,15 +221,15 @@ void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& ou
 void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64_t out_stride) {
   const int64_t panels = ceil_div(inputs.tokens, kLanes), workers = worker_count(plan.blocks);
   const TokenPanels tokens(plan, inputs, 0, panels);
-  const WorkerBuffers<uint32_t> weights(workers, plan.block_rows * plan.stride);
+  const WorkerBuffers<uint32_t> weights(workers, WeightBlock::buffer_words(plan));
   const WorkerBuffers<float> tiles(workers, plan.block_rows * kLanes);
   parallel_tasks(plan.blocks, workers, [&](int64_t block, int64_t worker) {
     float* tile = tiles.of(worker);
     const int64_t first = block * plan.block_rows, rows = plan.rows_of(block);
-    const Left weight = weight_block(plan, inputs, block, weights.of(worker));
+    const WeightBlock weight = WeightBlock::of(plan, inputs, block, weights.of(worker));
     for (int64_t panel = 0; panel < panels; panel++) {
       const int64_t token = panel * kLanes, count = std::min(kLanes, inputs.tokens - token);
-      plan.multiply(rows, plan.depth, weight, tokens.panel(panel), tile, false, {});
+      multiply_tile(plan, weight, tokens, block, panel, tile, {});
       for (int64_t r = 0; inputs.row_scale != nullptr && r < rows; r++) {
         for (int64_t j = 0; j < kLanes; j++) tile[r * kLanes + j] *= inputs.row_scale[first + r];
       }

@@ -6,7 +6,7 @@ dA, and dH of the low-rank part.
 
 A narrow product would round u and B to 8 bits, which costs the log-probs 1e-3 nats. So they are taken as two terms
 each, u = u' + u'' and B = B' + B'': u B^T = u' B''^T + u' B'^T + u'' B'^T to 16 bits. Those of u are made here, those
-of B block by block in the engines (`LMHead.weight_columns`).
+of B block by block in the engines (`LMHead.weight_columns`). `native` adds up the terms of u, and multiplies in fp32.
 """
 
 from __future__ import annotations

@@ -135,15 +135,6 @@ class LMHead(NamedTuple):
         own, columns = hidden[..., self.base_width :], self.weight.shape[1]
         return (own,) if self.terms == 1 else (own[..., columns : 2 * columns], own[..., 2 * columns :])
 
-    def every(self, step: int) -> LMHead:
-        """The head of every `step`-th row."""
-        weight, bias, base, row_scale, group_scale = (
-            None if x is None else x[::step]
-            for x in (self.weight, self.bias, self.base, self.row_scale, self.group_scale)
-        )
-        assert weight is not None
-        return self._replace(weight=weight, bias=bias, base=base, row_scale=row_scale, group_scale=group_scale)
-
     def base_rows(self, where: slice | Tensor) -> Tensor:
         """[K, B]: those of the base."""
         assert self.base is not None

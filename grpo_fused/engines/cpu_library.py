@@ -22,7 +22,7 @@ _FUNCTIONS = (
 """those that return a text, or NULL"""
 
 BASE_COLUMNS = 32
-"""The columns of a base are a multiple of it."""
+"""The columns of a quantised weight are a multiple of it."""
 
 _library: Any = None
 
@@ -69,8 +69,12 @@ def call(name: str, *arguments: Any) -> None:
         raise RuntimeError(refusal.decode())
 
 
+HeadShape = tuple[int, int, int]
+"""V, H, and the rank of what is added to the weight, or 0"""
+
+
 class HeadLayout(NamedTuple):
-    """How a head [V, H] is worked on."""
+    """How a head is worked on."""
 
     block_rows: int
     """vocabulary rows of a block"""
@@ -82,9 +86,9 @@ class HeadLayout(NamedTuple):
 
 
 def head_layout(
-    head_shape: tuple[int, int], compute: torch.dtype, tokens: int = 0, kept: Tensor | None = None, spill_bytes: int = 0
+    head_shape: HeadShape, compute: torch.dtype, tokens: int = 0, kept: Tensor | None = None, spill_bytes: int = 0
 ) -> HeadLayout:
-    """For a head [V, H] in a compute dtype; `kept` is dW's storage or empty."""
+    """In a compute dtype; `kept` is dW's storage or empty."""
     return HeadLayout(*_of_head("head_layout", 4, head_shape, compute, tokens, kept, spill_bytes))
 
 
@@ -99,9 +103,7 @@ class ScratchPlan(NamedTuple):
     """tokens whose exponentials are kept; those of others are computed again"""
 
 
-def scratch_plan(
-    head_shape: tuple[int, int], compute: torch.dtype, tokens: int, kept: Tensor, budget: int
-) -> ScratchPlan:
+def scratch_plan(head_shape: HeadShape, compute: torch.dtype, tokens: int, kept: Tensor, budget: int) -> ScratchPlan:
     """For scores and gradient of so many tokens, with torch's number of threads."""
     return ScratchPlan(*_of_head("scratch_plan", 3, head_shape, compute, tokens, kept, budget))
 
@@ -111,46 +113,88 @@ def scalar(dtype: torch.dtype) -> int:
     return _SCALARS.get(dtype, -1)
 
 
-def head_products(
-    hidden: Tensor, weight: Tensor, out: Tensor, *, terms: int = 1, base: Tensor | None = None,
-    group_scale: Tensor | None = None, codes: Tensor | None = None, rounded: int = 0, row_scale: Tensor | None = None,
-) -> None:  # fmt: skip
-    """out [N, V] fp32: the products of the first eight of `HeadInputs`."""
-    call("head_products", hidden, weight, terms, base, group_scale, codes, rounded, row_scale, out)
+class HeadProducts(NamedTuple):
+    """hidden @ weight^T * row_scale + low_hidden @ low_weight^T for N tokens."""
+
+    hidden: Tensor
+    """[N, H] in the compute dtype"""
+    weight: Tensor
+    """[V, H], perhaps in int8 or fp8; [V, H / 2] bytes with `codes`"""
+    row_scale: Tensor | None = None
+    """[V] fp32"""
+    group_scale: Tensor | None = None
+    """[V, G] fp32: what groups of H / G columns of the weight are multiplied by"""
+    codes: Tensor | None = None
+    """[16] fp32: what half a byte of the weight stands for"""
+    rounded: int = 0
+    """`scalar` of the dtype to which products of numbers and scales are rounded"""
+    low_hidden: Tensor | None = None
+    """[N, R] fp32"""
+    low_weight: Tensor | None = None
+    """[V, R]: then `weight` has no gradient"""
+
+    def of_tokens(self, part: slice) -> HeadProducts:
+        """Those of some tokens."""
+        low_hidden = None if self.low_hidden is None else self.low_hidden[part]
+        return self._replace(hidden=self.hidden[part], low_hidden=low_hidden)
+
+    def of_every_row(self, step: int) -> HeadProducts:
+        """Those of every `step`-th row of the weight."""
+        row_scale, group_scale = (
+            None if x is None else x[::step].contiguous() for x in (self.row_scale, self.group_scale)
+        )
+        low_weight = None if self.low_weight is None else self.low_weight[::step]
+        return self._replace(
+            weight=self.weight[::step], row_scale=row_scale, group_scale=group_scale, low_weight=low_weight
+        )
+
+
+def head_products(products: HeadProducts, out: Tensor) -> None:
+    """out [N, V] fp32"""
+    call("head_products", *products, out)
 
 
 class HeadInputs(NamedTuple):
     """What scores and gradient of N tokens read."""
 
-    hidden: Tensor
-    """[N, H] in the compute dtype; with a base [N, B + terms R], see `LMHead`"""
-    weight: Tensor
-    """[V, H], or [V, R] with a base"""
-    terms: int
-    """of each column of `weight`: `LMHead.terms`"""
-    base: Tensor | None
-    """[V, B], perhaps in int8 or fp8; [V, B / 2] bytes with `codes`"""
-    group_scale: Tensor | None
-    """[V, G] fp32: what groups of B / G columns of the base are multiplied by"""
-    codes: Tensor | None
-    """[16] fp32: what half a byte of the base stands for"""
-    rounded: int
-    """`scalar` of the dtype to which products of numbers and scales are rounded"""
-    row_scale: Tensor | None
-    """[V] fp32: what products of the base are multiplied by"""
-    bias: Tensor | None
-    """[V] fp32"""
+    products: HeadProducts
     targets: Tensor
     """[N] int64; -1: another rank's"""
     temperature: Tensor
     """[N] fp32"""
-    scale: float
-    softcap: float
+    scale: float = 1.0
+    softcap: float = 0.0
     """0: none"""
+    bias: Tensor | None = None
+    """[V] fp32"""
     set_ids: Tensor | None = None
     """[K] int64: candidate sets, ascending within each"""
     set_ranges: Tensor | None = None
     """[N, 2] int64: from where to where in `set_ids`; from -1 where a token has none"""
+
+    def of_tokens(self, part: slice) -> HeadInputs:
+        """Those of some tokens."""
+        ranges = None if self.set_ranges is None else self.set_ranges[part]
+        return self._replace(
+            products=self.products.of_tokens(part), targets=self.targets[part], temperature=self.temperature[part],
+            set_ranges=ranges,
+        )  # fmt: skip
+
+    def of_every_row(self, step: int) -> HeadInputs:
+        """With every `step`-th row of the weight; targets are left as they are."""
+        bias = None if self.bias is None else self.bias[::step].contiguous()
+        return self._replace(products=self.products.of_every_row(step), bias=bias)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As the library takes them."""
+        return (*self.products, *self[1:])
+
+    @property
+    def shape(self) -> HeadShape:
+        """That of the head."""
+        hidden, weight, *_, low_weight = self.products
+        return len(weight), hidden.shape[-1], 0 if low_weight is None else low_weight.shape[-1]
 
 
 class HeadSums(NamedTuple):
@@ -159,7 +203,7 @@ class HeadSums(NamedTuple):
     offset: Tensor
     """[N] fp32"""
     values: Tensor
-    """[N, H] fp32: sums over the vocabulary, without the target's row, of exp(z - offset) dz/d(product) W"""
+    """[N, H + R] fp32: sums over the vocabulary, without the target's row, of exp(z - offset) dz/d(product) W"""
 
 
 def head_scores(
@@ -169,12 +213,12 @@ def head_scores(
 
     One product, two with sums.
     """
-    hidden = inputs.hidden
-    layout = head_layout((len(inputs.weight), hidden.shape[-1]), hidden.dtype, len(hidden), kept, spill.numel())
+    hidden, (_, width, rank) = inputs.products.hidden, inputs.shape
+    layout = head_layout(inputs.shape, hidden.dtype, len(hidden), kept, spill.numel())
     statistics = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
     offsets = statistics.new_empty((layout.blocks, layout.kept_panels * layout.panel_tokens))
-    sums = None if sum_offset is None else HeadSums(sum_offset, statistics.new_empty(hidden.shape))
-    call("head_scores", *inputs, with_entropy, kept, spill, statistics, offsets, *(sums or (None, None)))
+    sums = None if sum_offset is None else HeadSums(sum_offset, statistics.new_empty((len(hidden), width + rank)))
+    call("head_scores", *inputs.arguments, with_entropy, kept, spill, statistics, offsets, *(sums or (None, None)))
     return statistics, offsets, sums
 
 
@@ -183,16 +227,17 @@ def head_gradient(
     entries: tuple[Tensor, Tensor, Tensor] | None, dweight: Tensor, spill: Tensor, sums: HeadSums | None,
     need_hidden: bool, need_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """(dH [rows, H], db [V]) fp32, None where not needed; dW goes to `dweight`. A product for each of dH and dW.
+    """(dH [rows, H + R], db [V]) fp32, None where not needed; dW goes to `dweight`. A product for each of dH and dW.
 
     `entries` are places in `rows` and ids in int32, and dL/d(product) in fp32, in the order of the blocks of ids, then
     of places. With `sums` dH takes no product.
     """
-    dhidden = statistics.new_empty((len(rows), inputs.hidden.shape[1])) if need_hidden else None
-    dbias = statistics.new_empty(len(inputs.weight)) if need_bias else None
+    vocab, width, rank = inputs.shape
+    dhidden = statistics.new_empty((len(rows), width + rank)) if need_hidden else None
+    dbias = statistics.new_empty(vocab) if need_bias else None
     call(
-        "head_gradient", *inputs, statistics, offsets, rows, dlogp, dentropy, *(entries or (None, None, None)), dweight,
-        spill, *(sums or (None, None)), dhidden, dbias,
+        "head_gradient", *inputs.arguments, statistics, offsets, rows, dlogp, dentropy,
+        *(entries or (None, None, None)), dweight, spill, *(sums or (None, None)), dhidden, dbias,
     )  # fmt: skip
     return dhidden, dbias
 
@@ -221,8 +266,7 @@ def _argument(x: Any) -> Any:
 
 
 def _of_head(
-    name: str, count: int, head_shape: tuple[int, int], compute: torch.dtype, tokens: int, kept: Tensor | None,
-    memory: int,
+    name: str, count: int, head_shape: HeadShape, compute: torch.dtype, tokens: int, kept: Tensor | None, memory: int,
 ) -> list[int]:  # fmt: skip
     """So many numbers, which a function has for a head."""
     row_bytes = 0 if kept is None or kept.numel() == 0 else kept.shape[1] * kept.element_size()

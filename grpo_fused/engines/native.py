@@ -21,7 +21,7 @@ from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.engines.base import MANY, Cost, Gradients, Tokens, Work, even_chunks, longest_chunk
 from grpo_fused.engines.gradients import GradientSums
-from grpo_fused.engines.products import product_dtype
+from grpo_fused.engines.products import native_products, product_dtype
 from grpo_fused.engines.rows import z_
 from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 
@@ -99,27 +99,28 @@ class NativeEngine:
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`. Known scores are computed again where dW's memory holds exponentials: one product."""
         head, tokens, needs = work.head, work.tokens, work.needs
-        shape, nothing = (tokens.ids.shape[0], head.width), head.weight.new_empty(0)
-        dtype = GradientSums.weight_dtype(self, head, shape[0], work.max_scratch_bytes)
+        nothing = head.weight.new_empty(0)
+        dtype = GradientSums.weight_dtype(self, head, len(tokens.ids), work.max_scratch_bytes)
         dweight = None
         if needs.need_weight:  # chunks add to that of an adapter
             new = head.weight.new_empty if head.base is None else head.weight.new_zeros
             dweight = new(head.weight.shape, dtype=dtype)
-        dhidden: Tensor | None = None  # not before a part's own: that is when most memory is in use
         dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.need_bias else None
         storage = nothing if dweight is None else _storage(head, dweight)
         budget = _budget(work.max_scratch_bytes, storage)
-        worked, scores, memory = 0, [], head.weight.new_empty(0, dtype=torch.uint8)
+        worked, scores, memory = 0, [], head.weight.new_empty(0, dtype=torch.uint8)  # of exponentials
         if work.known is not None:  # then parts would save nothing
             work = replace(work, chunks=even_chunks(len(work.rows), MANY))
         by_sums = _by_sums(work, _plan(head, work.longest, storage, budget).kept_tokens >= work.longest)
-        sum_offset = _sum_offset(work) if by_sums else None
+        everything = _inputs(head, tokens, work.rows)
+        sum_offset = _sum_offset(work, everything) if by_sums else None
+        found: list[tuple[Tensor, Tensor]] = []  # rows that have a gradient, and their dH
         for part, rows in work.parts():
             plan = _plan(head, len(rows), storage, budget)
             layout = _layout(head, len(rows), storage)
             scored, sums = work.known is None or layout.kept_panels > 0, None
             stores = scored and (not by_sums or needs.need_weight or needs.need_bias)
-            inputs = _inputs(head, tokens, rows)
+            inputs = everything.of_tokens(part)
             bytes_stored = plan.spill_bytes if stores else 0
             if len(memory) < bytes_stored:  # pages of a chunk's memory serve the next one, too
                 memory = head.weight.new_empty(bytes_stored, dtype=torch.uint8)
@@ -152,38 +153,31 @@ class NativeEngine:
                 )[0])  # fmt: skip
             worked += chosen.shape[0]
             if part_dhidden is not None:
-                dhidden = _zeros(shape, head) if dhidden is None else dhidden
                 if tokens.vocab is not None:
                     part_dhidden = tokens.vocab.start_sum(part_dhidden)()
-                dhidden.index_copy_(0, rows[chosen], part_dhidden.to(dhidden.dtype))
+                found.append((rows[chosen], part_dhidden.to(product_dtype(head))))
             if dbias is not None and part_dbias is not None:
                 dbias += part_dbias
-        if not scores:
-            dhidden = _zeros(shape, head) if needs.need_hidden else None
-            if dweight is not None:
-                dweight.zero_()
+        if not scores and dweight is not None:
+            dweight.zero_()
+        memory = spill = nothing
+        dhidden = _dhidden(head, len(tokens.ids), found) if needs.need_hidden else None
         return Statistics.concatenate(scores, head.weight, work.with_entropy), Gradients(
             dhidden, dweight, dbias, worked
         )
 
 
-def _inputs(head: LMHead, tokens: Tokens, rows: Tensor, hidden: Tensor | None = None) -> cpu_library.HeadInputs:
-    """The arguments that scoring and gradient share; `hidden`: those of `rows`, if they are known."""
+def _inputs(head: LMHead, tokens: Tokens, rows: Tensor) -> cpu_library.HeadInputs:
+    """The arguments that scoring and gradient share."""
     transform = tokens.transform(head, rows)
-    if hidden is None:
-        hidden = head.operand(_hidden(tokens, rows)).to(_product_dtype(head)).contiguous()
+    temperature, scale, softcap = transform.numbers_of(rows)
     return cpu_library.HeadInputs(
-        hidden,
-        _with_adjacent_columns(head.weight),
-        head.terms,
-        None if head.base is None else _with_adjacent_columns(head.base),
-        None if head.group_scale is None else head.group_scale.contiguous(),
-        head.codes,
-        cpu_library.scalar(head.compute_dtype),
-        None if head.row_scale is None else head.row_scale.contiguous(),
-        transform.bias,
+        native_products(head, head.operand(_hidden(tokens, rows)).to(_product_dtype(head))),
         tokens.gradient_targets(rows, tokens.target_rows(rows)),
-        *transform.numbers_of(rows),
+        temperature,
+        scale,
+        softcap,
+        transform.bias,
         *_sets(tokens, head, rows),
     )
 
@@ -200,15 +194,12 @@ def _by_sums(work: Work, all_kept: bool) -> bool:
     return needs.need_hidden and (alone or (frozen and all_kept))
 
 
-def _sum_offset(work: Work) -> Tensor:
+def _sum_offset(work: Work, inputs: cpu_library.HeadInputs) -> Tensor:
     """[R]: above the largest z of the sampled rows of the head, and above the target's own."""
-    head, tokens, rows = work.head, work.tokens, work.rows
-    inputs = _inputs(head, tokens, rows)
-    ids = inputs.targets
+    ids, weight = inputs.targets, work.head.weight
     sampled = (ids >= 0) & (ids % SAMPLE == 0)
-    of_sample = _inputs(head.every(SAMPLE), tokens, rows, inputs.hidden)
-    of_sample = of_sample._replace(targets=torch.where(sampled, ids // SAMPLE, -1))
-    nothing = head.weight.new_empty(0), head.weight.new_empty(0, dtype=torch.uint8)
+    of_sample = inputs.of_every_row(SAMPLE)._replace(targets=torch.where(sampled, ids // SAMPLE, -1))
+    nothing = weight.new_empty(0), weight.new_empty(0, dtype=torch.uint8)
     (maxima, log_sums, logps, _), _, _ = cpu_library.head_scores(of_sample, False, *nothing)
     others = torch.where(sampled, maxima + log_sums + (-logps.expm1()).log(), maxima)
     return torch.maximum(others + HEADROOM, _target_z(work, inputs) + 1.0)
@@ -216,21 +207,19 @@ def _sum_offset(work: Work) -> Tensor:
 
 def _target_z(work: Work, inputs: cpu_library.HeadInputs) -> Tensor:
     """[R]: z of the targets, to some digits; of any row where another rank has it."""
-    head, ids = work.head, inputs.targets.clamp(min=0)
+    head, ids, products = work.head, inputs.targets.clamp(min=0), inputs.products
+    rows_of = head.rows if head.base is None else head.base_rows
     z = torch.cat([
-        (h.float() * head.rows(part).float()).sum(1)
-        for h, part in zip(inputs.hidden.split(256), ids.split(256), strict=True)
+        (h.float() * rows_of(part).float()).sum(1)
+        for h, part in zip(products.hidden.split(256), ids.split(256), strict=True)
     ])  # fmt: skip
-    if inputs.row_scale is not None:
-        z *= inputs.row_scale[ids]
+    if products.row_scale is not None:
+        z *= products.row_scale[ids]
+    if products.low_hidden is not None and products.low_weight is not None:
+        z += (products.low_hidden * products.low_weight[ids].float()).sum(1)
     if inputs.bias is not None:
         z += inputs.bias[ids]
     return z_(z.unsqueeze(1), work.tokens.transform(head, work.rows)._replace(bias=None)).squeeze(1)
-
-
-def _with_adjacent_columns(x: Tensor) -> Tensor:
-    """Rows of a weight may have gaps between them, elements of a row not."""
-    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
 def _hidden(tokens: Tokens, rows: Tensor) -> Tensor:
@@ -241,11 +230,16 @@ def _hidden(tokens: Tokens, rows: Tensor) -> Tensor:
 
 
 def _layout(head: LMHead, count: int = 0, kept: Tensor | None = None) -> cpu_library.HeadLayout:
-    return cpu_library.head_layout((head.vocab_size, head.width), _product_dtype(head), count, kept)
+    return cpu_library.head_layout(_shape(head), _product_dtype(head), count, kept)
 
 
 def _plan(head: LMHead, count: int, kept: Tensor, budget: int) -> cpu_library.ScratchPlan:
-    return cpu_library.scratch_plan((head.vocab_size, head.width), _product_dtype(head), count, kept, budget)
+    return cpu_library.scratch_plan(_shape(head), _product_dtype(head), count, kept, budget)
+
+
+def _shape(head: LMHead) -> cpu_library.HeadShape:
+    width, columns = head.base_width, head.weight.shape[1]
+    return (head.vocab_size, columns, 0) if head.base is None else (head.vocab_size, width, columns)
 
 
 def _sets(tokens: Tokens, head: LMHead, rows: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -287,8 +281,12 @@ def _rows_with_gradient(head: LMHead, coefficients: Coefficients) -> Tensor:
     return rows if -(-len(rows) // tokens) < -(-len(has) // tokens) else _all_rows(has)
 
 
-def _zeros(shape: tuple[int, int], head: LMHead) -> Tensor:
-    return head.weight.new_zeros(shape, dtype=product_dtype(head))
+def _dhidden(head: LMHead, count: int, found: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """[N, width]: the gradients of an adapter's u go to its first columns, which hold u rounded."""
+    out = head.weight.new_zeros((count, head.width), dtype=product_dtype(head))
+    for rows, dhidden in found:
+        out[:, : dhidden.shape[1]].index_copy_(0, rows, dhidden)
+    return out
 
 
 def _in_blocks(head: LMHead, entries: Entries) -> Entries:

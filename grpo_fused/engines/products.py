@@ -163,13 +163,33 @@ def has_native_logits(head: LMHead) -> bool:
     return narrow and fits and weight.device.type == "cpu" and libraries.cpu_available() is None
 
 
+def native_products(head: LMHead, hidden: Tensor) -> cpu_library.HeadProducts:
+    """What the C++ library multiplies, for hidden states [N, width]: an adapter's columns in fp32."""
+    low_hidden = low_weight = None
+    if head.base is not None and head.weight.shape[1] > 0:
+        low_hidden = torch.stack([x.float() for x in head.weight_states(hidden)]).sum(0)
+        low_weight, hidden = _adjacent(head.weight), hidden[:, : head.base_width]
+    return cpu_library.HeadProducts(
+        hidden.contiguous(),
+        _adjacent(head.weight if head.base is None else head.base),
+        None if head.row_scale is None else head.row_scale.contiguous(),
+        None if head.group_scale is None else head.group_scale.contiguous(),
+        head.codes,
+        cpu_library.scalar(head.compute_dtype),
+        low_hidden,
+        low_weight,
+    )
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    """Rows of a weight may have gaps between them, elements of a row not."""
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+
+
 def logits_into(head: LMHead, out: Tensor, hidden: Tensor) -> None:
     """out [C, V] (statistics dtype) = hidden [C, H] (compute dtype) @ W^T; row work adds the bias."""
     if has_native_logits(head):
-        cpu_library.head_products(
-            hidden.contiguous(), head.weight, out, terms=head.terms, base=head.base, group_scale=head.group_scale,
-            codes=head.codes, rounded=cpu_library.scalar(head.compute_dtype), row_scale=head.row_scale,
-        )  # fmt: skip
+        cpu_library.head_products(native_products(head, hidden), out)
         return
     fp32_output = _fp32_output(head)
     dtype = head.compute_dtype if fp32_output else head.statistics_dtype

@@ -27,7 +27,7 @@ def test_products_of_the_library_in_between(dtype):
 def test_targets_in_the_first_row_of_a_block(threads):
     """Two threads work on neighbouring blocks: the one that is later must not write the other's target."""
     threads(2)
-    rows = cpu_library.head_layout(torch.Size([2**20, 16]), torch.float32).block_rows
+    rows = cpu_library.head_layout((2**20, 16, 0), torch.float32).block_rows
     targets = torch.arange(3 * 96) * rows  # 96 parts of the vocabulary, three blocks each
     hidden, weight = torch.randn(len(targets), 16), torch.randn(len(targets) * rows, 16)
     want = (hidden * weight[targets]).sum(1) - (hidden @ weight.T).logsumexp(1)

@@ -92,9 +92,8 @@ def test_vocabularies_of_any_size(vocab):
 def test_scores_are_those_of_scoring_and_sums_of_any_threads(vocab, dtype, with_entropy, threads):
     problem = Problem(dtype, tokens=130, width=8, vocab=vocab)
     nothing = torch.empty(0), torch.empty(0, dtype=torch.uint8)
-    inputs = cpu_library.HeadInputs(
-        problem.hidden[0], problem.weight, 1, None, None, None, 0, None, None, problem.ids[0], torch.ones(130), 1.0, 0.0
-    )
+    products = cpu_library.HeadProducts(problem.hidden[0], problem.weight)
+    inputs = cpu_library.HeadInputs(products, problem.ids[0], torch.ones(130))
     want, _, none = cpu_library.head_scores(inputs, with_entropy, *nothing)
     assert none is None
     sums = []
@@ -217,10 +216,9 @@ def test_slices_of_the_vocabulary():
     scored = []
     for part in slices:
         mine = (problem.ids[0] >= part.start) & (problem.ids[0] < part.stop)
-        inputs = cpu_library.HeadInputs(
-            problem.hidden[0], problem.weight[part], 1, None, None, None, 0, None, None,
-            torch.where(mine, problem.ids[0] - part.start, -1), torch.ones(N), 1.0, 0.0,
-        )  # fmt: skip
+        products = cpu_library.HeadProducts(problem.hidden[0], problem.weight[part])
+        targets = torch.where(mine, problem.ids[0] - part.start, -1)
+        inputs = cpu_library.HeadInputs(products, targets, torch.ones(N))
         z = problem.hidden[0] @ problem.weight[part].T
         _, offsets, sums = cpu_library.head_scores(inputs, False, *nothing, z.amax(1) + 3.0 * part.start / V)
         scored.append((inputs, offsets, sums))

@@ -14,19 +14,24 @@ pytestmark = pytest.mark.usefixtures("cpu_extension")
 N, H, V = 70, 40, 300
 NOTHING_KEPT = {"kept": torch.empty(0), "spill": torch.empty(0, dtype=torch.uint8)}
 SUMS = cpu_library.HeadSums(torch.zeros(N), torch.zeros(N, H))
-BASE = {"weight": torch.randn(V, H - 32), "base": torch.zeros(V, 32)}
+WIDE = {"hidden": torch.randn(N, 32)}
+CODES = {**WIDE, "weight": torch.zeros(V, 16, dtype=torch.uint8), "codes": torch.ones(16)}
+LOW = {"low_hidden": torch.randn(N, 8), "low_weight": torch.randn(V, 8), "kept": torch.empty(V, 8)}
 
 
 def scores(**changes):
     arguments = {
-        "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "terms": 1, "base": None, "group_scale": None,
-        "codes": None, "rounded": 0, "row_scale": None, "bias": None, "targets": torch.randint(0, V, (N,)),
-        "temperature": torch.ones(N), "scale": 1.0, "softcap": 0.0, "set_ids": None, "set_ranges": None,
-        "with_entropy": True, "kept": torch.empty(V, H), "spill": torch.empty(V * 64 * 4, dtype=torch.uint8),
-        "sum_offset": None, **changes,
+        "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "targets": torch.randint(0, V, (N,)),
+        "temperature": torch.ones(N), **changes,
     }  # fmt: skip
-    inputs = cpu_library.HeadInputs(*[arguments[name] for name in cpu_library.HeadInputs._fields])
-    return inputs, *list(arguments.values())[-4:]
+    call = {
+        "with_entropy": True, "kept": torch.empty(V, H), "spill": torch.empty(V * 64 * 4, dtype=torch.uint8),
+        "sum_offset": None,
+    }  # fmt: skip
+    call = {name: arguments.pop(name, default) for name, default in call.items()}
+    names = arguments.keys() & set(cpu_library.HeadProducts._fields)
+    products = cpu_library.HeadProducts(**{name: arguments.pop(name) for name in names})
+    return cpu_library.HeadInputs(products, **arguments), *call.values()
 
 
 def sets_of_first(ids, of_first):
@@ -60,26 +65,29 @@ def entries(tokens, ids, values=None):
         ({"targets": torch.zeros(N, dtype=torch.int32)}, "targets has the wrong dtype"),
         ({"targets": torch.zeros(N - 1, dtype=torch.int64)}, rf"targets must be \[{N}\]; got \[{N - 1}\]"),
         ({"targets": torch.zeros(2 * N, dtype=torch.int64)[::2]}, "targets must be contiguous"),
-        ({"hidden": torch.randn(N, H + 1)}, rf"hidden must have {H} columns; got {H + 1}"),
-        ({"terms": 3}, "terms must be 1, or 3 with a base; got 3"),
-        ({**BASE, "terms": 2}, "terms must be 1, or 3 with a base; got 2"),
-        ({**BASE, "terms": 3}, "base must be .300, 16.; got .300, 32."),
-        ({**BASE, "hidden": torch.randn(N, 8), "base": torch.zeros(V, 0)}, "a multiple of 32 columns; got 0"),
-        ({**BASE, "kept": torch.empty(V, 8).bfloat16()}, "with a base dweight must be float32"),
+        ({"hidden": torch.randn(N, H + 1)}, rf"weight must be \[{V}, {H + 1}\]; got \[{V}, {H}\]"),
         ({"hidden": torch.randn(H, N).T}, "hidden must be contiguous"),
-        ({"weight": torch.randn(V, H - 32), "base": torch.randn(V, 33)}, "base must be .*; got "),
-        ({"weight": torch.randn(V, H - 32), "base": torch.randn(V - 1, 32)}, "base must be .*; got "),
-        ({"weight": torch.randn(V, H - 16), "base": torch.randn(V, 16)}, "base must have a multiple of 32 columns; got 16"),
-        ({"weight": torch.randn(V, H - 32), "base": torch.zeros(V, 32, dtype=torch.uint8)}, "bytes of a base need codes"),
-        ({**BASE, "codes": torch.ones(16)}, "base must be .300, 16.; got .300, 32."),
-        ({**BASE, "codes": torch.ones(16), "base": torch.zeros(V, 16)}, "bytes of a base need codes, and codes bytes"),
-        ({**BASE, "codes": torch.ones(15), "base": torch.zeros(V, 16, dtype=torch.uint8)}, "codes must be .16.; got .15."),
-        ({**BASE, "group_scale": torch.ones(V, 2)}, "a multiple of 32 columns; got 2 groups of 32 columns"),
-        ({**BASE, "group_scale": torch.ones(V, 0)}, "got 0 groups of 32 columns"),
-        ({**BASE, "group_scale": torch.ones(V - 1, 1)}, "group_scale must be .300, 1.; got .299, 1."),
-        ({**BASE, "rounded": 3}, "rounded must be that of a float; got 3"),
-        ({"row_scale": torch.ones(V)}, "row_scale needs a base"),
-        ({**BASE, "row_scale": torch.ones(V - 1)}, rf"row_scale must be \[{V}\]; got \[{V - 1}\]"),
+        ({"weight": torch.zeros(V, H, dtype=torch.int8)}, "a quantised weight must have a multiple of 32 columns; got 40"),
+        ({**WIDE, "weight": torch.zeros(V, 32, dtype=torch.int8), "kept": torch.empty(V, 32)}, "weight is frozen"),
+        ({**WIDE, "weight": torch.ones(V, 32), "group_scale": torch.ones(V, 1), "kept": torch.empty(V, 32)}, "is frozen"),
+        ({**WIDE, "weight": torch.zeros(V, 32, dtype=torch.uint8)}, "bytes of a weight need codes"),
+        ({"codes": torch.ones(16)}, "weight must be .300, 20.; got .300, 40."),
+        ({**CODES, "weight": torch.zeros(V, 16)}, "bytes of a weight need codes, and codes bytes"),
+        ({**CODES, "codes": torch.ones(15)}, "codes must be .16.; got .15."),
+        ({**WIDE, "weight": torch.ones(V, 32), "group_scale": torch.ones(V, 2)}, "got 2 groups of 32 columns"),
+        ({"group_scale": torch.ones(V, 0)}, "a multiple of 32 columns; got 0 groups of 40 columns"),
+        ({**WIDE, "weight": torch.ones(V, 32), "group_scale": torch.ones(V - 1, 1)}, "group_scale must be .300, 1.; got .299"),
+        ({"rounded": 3}, "rounded must be that of a float; got 3"),
+        ({"row_scale": torch.ones(V - 1)}, rf"row_scale must be \[{V}\]; got \[{V - 1}\]"),
+        ({**LOW, "low_weight": None}, "low_hidden and low_weight go together"),
+        ({**LOW, "low_weight": torch.randn(V, 0)}, "low_weight must have columns"),
+        ({**LOW, "low_weight": torch.randn(V - 1, 8)}, rf"low_weight must be \[{V}, 8\]; got \[{V - 1}, 8\]"),
+        ({**LOW, "low_weight": torch.randn(8, V).T}, "rows of low_weight must be contiguous"),
+        ({**LOW, "low_weight": torch.zeros(V, 8, dtype=torch.int8)}, "low_weight must be float32, bfloat16 or float16"),
+        ({**LOW, "low_hidden": torch.randn(N, 7)}, rf"low_hidden must be \[{N}, 8\]; got \[{N}, 7\]"),
+        ({**LOW, "low_hidden": torch.randn(N, 8).bfloat16()}, "low_hidden has the wrong dtype"),
+        ({**LOW, "kept": torch.empty(V, 8).bfloat16()}, "dweight of a low-rank weight must be float32"),
+        ({**LOW, "kept": torch.empty(V, H)}, rf"dweight must be \[{V}, 8\]; got \[{V}, {H}\]"),
         ({"hidden": torch.randn(N)}, r"hidden must be \[N, H\]; got 1 dimensions"),
         ({"hidden": torch.randn(N, 0), "weight": torch.randn(V, 0)}, "from 1 to 2.31 - 1 rows and columns"),
         ({"hidden": torch.randn(N, H).double()}, "hidden must be float32, bfloat16 or float16"),
@@ -130,6 +138,7 @@ def test_wrong_scores_are_refused(changes, message):
             {"sums": SUMS, "dentropy": None, "inputs": scores(**sets_of_first([1], [0, 1]))[0]},
             "and no candidate sets",
         ),
+        ({"sums": SUMS, "dentropy": None}, "with sums, dweight must be of a low-rank weight"),
         ({"sums": SUMS._replace(values=torch.zeros(N, H - 1))}, rf"sums must be \[{N}, {H}\]; got"),
         ({"sums": SUMS._replace(offset=torch.zeros(N).double())}, "sum_offset has the wrong dtype"),
     ],
@@ -157,7 +166,12 @@ def test_no_tokens():
 def test_a_plan_of_a_head_of_no_such_size_is_refused(vocab, hidden):
     """An integer division by zero, also after an overflow, would kill the process."""
     with pytest.raises(RuntimeError, match=r"from 1 to 2\^31 - 1 rows and columns; got \["):
-        cpu_library.head_layout(torch.Size([vocab, hidden]), torch.bfloat16)
+        cpu_library.head_layout((vocab, hidden, 0), torch.bfloat16)
+
+
+def test_a_plan_of_a_negative_rank_is_refused():
+    with pytest.raises(RuntimeError, match="got .300, 40., and a rank of -1"):
+        cpu_library.head_layout((V, H, -1), torch.bfloat16)
 
 
 SIZES = [2, 0, 3]
@@ -259,12 +273,12 @@ def test_products_are_those_of_float64(dtype, isa):
         for n, h, v in ((1, 1, 1), (5, 7, 33), (130, 33, 517), (64, 64, 256)):
             hidden, weight = torch.randn(n, h).to(dtype), torch.randn(v, h + 3).to(dtype)[:, :h]
             out = torch.full((n, v + 2), 7.0)
-            cpu_library.head_products(hidden, weight, out[:, :v])
+            cpu_library.head_products(cpu_library.HeadProducts(hidden, weight), out[:, :v])
             want = hidden.double() @ weight.double().T
             torch.testing.assert_close(out[:, :v].double(), want, rtol=0.0, atol=1e-5 * h**0.5)
             assert (out[:, v:] == 7).all()
             last = torch.empty(1, v)
-            cpu_library.head_products(hidden[-1:].contiguous(), weight, last)
+            cpu_library.head_products(cpu_library.HeadProducts(hidden[-1:].contiguous(), weight), last)
             assert torch.equal(last[0], out[-1, :v])
     finally:
         cpu_library.use_isa(os.environ.get("GRPO_FUSED_ISA", ""))
@@ -272,11 +286,11 @@ def test_products_are_those_of_float64(dtype, isa):
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("rounded", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("own", [0, 5])
+@pytest.mark.parametrize("rank", [0, 5, 70])
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.float8_e4m3fn, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("groups", [0, 1, 3])
-def test_numbers_of_a_base_are_widened_exactly(kind, groups, own, rounded):
-    """Every byte of each format, in every column, times its group's scale, beside columns of the weight's own."""
+def test_numbers_of_a_weight_are_widened_exactly(kind, groups, rank, rounded):
+    """Every byte of each format, in every column, times its group's scale; a low-rank weight beside it stays fp32."""
     count, rows = 96, 256
     g = torch.Generator().manual_seed(0)
     codes = torch.randn(16, generator=g) if kind == torch.uint8 else None
@@ -284,16 +298,19 @@ def test_numbers_of_a_base_are_widened_exactly(kind, groups, own, rounded):
     stored = (torch.arange(rows).unsqueeze(1) + torch.arange(width + 3)).to(torch.uint8)
     if kind == torch.float8_e4m3fn:
         stored = torch.where(stored.view(kind).float().isnan(), 0, stored)
-    base = torch.randn(rows, width, generator=g).to(kind) if kind == torch.bfloat16 else stored.view(kind)[:, :width]
+    weight = torch.randn(rows, width, generator=g).to(kind) if kind == torch.bfloat16 else stored.view(kind)[:, :width]
     scale = torch.randn(rows, groups, generator=g) if groups else None
-    weight = torch.randn(rows, own, generator=g)
-    want = widened(base, scale, codes, rounded).float()
+    low_weight = torch.randn(rows, rank, generator=g)
+    want = widened(weight, scale, codes, rounded).float()
     for compute in {torch.float32, rounded}:
-        hidden, out = torch.eye(count + own, dtype=compute), torch.empty(count + own, rows)
-        parts = {"base": base, "group_scale": scale, "codes": codes, "rounded": cpu_library.scalar(rounded)}
-        cpu_library.head_products(hidden, weight.to(compute), out, **parts)
+        each = torch.eye(count + rank)
+        hidden, out = each[:, :count].to(compute).contiguous(), torch.empty(count + rank, rows)
+        low = (each[:, count:].contiguous(), low_weight) if rank else (None, None)
+        cpu_library.head_products(
+            cpu_library.HeadProducts(hidden, weight, None, scale, codes, cpu_library.scalar(rounded), *low), out
+        )
         assert torch.equal(out[:count].T, want)
-        assert torch.equal(out[count:].T, weight.to(compute).float())
+        assert torch.equal(out[count:].T, low_weight)
 
 
 @pytest.mark.parametrize("hidden_size", [1, H])
@@ -304,7 +321,7 @@ def test_strides_of_a_single_row_or_column_are_any(hidden_size):
     assert hidden.is_contiguous()
     assert hidden.stride(0) == hidden_size + 1
     assert weight.stride() == ((1, V) if hidden_size == 1 else (H, 1))
-    cpu_library.head_products(hidden, weight, out)
+    cpu_library.head_products(cpu_library.HeadProducts(hidden, weight), out)
     torch.testing.assert_close(out, hidden @ weight.T, rtol=1e-5, atol=1e-5)
 
 
@@ -313,7 +330,7 @@ def test_strides_of_a_single_row_or_column_are_any(hidden_size):
 )
 def test_scratch_holds_the_exponentials_of_all_tokens_or_what_fits(dtype, in_gradient):
     """Two panels of 64 tokens, of which dW's rows of 80 numbers hold none, or one."""
-    shape, kept = torch.Size([V, 80]), torch.empty(V if in_gradient else 0, 80, dtype=dtype)
+    shape, kept = (V, 80, 0), torch.empty(V if in_gradient else 0, 80, dtype=dtype)
     panel = V * 64 * dtype.itemsize
     enough = cpu_library.scratch_plan(shape, dtype, N, kept, 2**40)
     assert enough.spill_bytes == (2 - in_gradient) * panel
@@ -336,10 +353,11 @@ def test_scratch_holds_the_exponentials_of_all_tokens_or_what_fits(dtype, in_gra
 )
 def test_products_refuse_a_wrong_result(out, message):
     with pytest.raises(RuntimeError, match=message):
-        cpu_library.head_products(torch.randn(N, H), torch.randn(V, H), out)
+        cpu_library.head_products(cpu_library.HeadProducts(torch.randn(N, H), torch.randn(V, H)), out)
 
 
 def test_tensors_elsewhere_are_refused():
     """Their pointers are none of this process's memory; with no token, the library would not use them."""
+    products = cpu_library.HeadProducts(torch.empty(0, H, device="meta"), torch.randn(V, H))
     with pytest.raises(RuntimeError, match="all tensors must be on the CPU; got one on meta"):
-        cpu_library.head_products(torch.empty(0, H, device="meta"), torch.randn(V, H), torch.empty(0, V))
+        cpu_library.head_products(products, torch.empty(0, V))

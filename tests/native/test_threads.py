@@ -55,7 +55,7 @@ def test_helpers_do_a_part_of_the_work(score):
     for _ in range(2):  # a job finds its helpers new, and asleep
         before, calls = _helpers_ticks(), 0
         while _helpers_ticks() < before + 2:
-            cpu_library.head_products(rows, weight, out)
+            cpu_library.head_products(cpu_library.HeadProducts(rows, weight), out)
             calls += 1
             assert calls < 40
 

@@ -6,9 +6,10 @@
 
 #include "math.h"
 
+#include "pack.h"
+
 #include "gemm.h"
 #include "gradient.h"
-#include "pack.h"
 #include "pairs.h"
 #include "score.h"
 #include "divergence.h"

@@ -91,10 +91,13 @@ inline __attribute__((always_inline)) void multiply(int64_t rows, int64_t depth,
     const uint32_t* const slice = b.words + k * kLanes;
     const uint32_t *const next = slice + length * kLanes, *const left = a.words + k;
     for (int64_t lane = 0; lane < b.lanes; lane += kStep) {
-      if (2 * (b.lanes - lane) > kStep) {
+      const int64_t lanes = b.lanes - lane;
+      if (2 * lanes > kStep) {
         rows_of_slice<kProductVectors, Element>(rows, length, left, a.stride, slice + lane, next, c + lane, adds);
-      } else {
+      } else if (lanes > kWidth) {
         rows_of_slice<kProductVectors / 2, Element>(rows, length, left, a.stride, slice + lane, next, c + lane, adds);
+      } else {
+        rows_of_slice<1, Element>(rows, length, left, a.stride, slice + lane, next, c + lane, adds);
       }
     }
     k += kDepth;
