@@ -158,6 +158,18 @@ def test_a_target_above_the_sample_takes_no_more_products(options, monkeypatch):
     assert all(0 not in rows for rows in z)
 
 
+def test_a_target_that_the_adapter_raises_above_the_sample(monkeypatch):
+    """Its own z has the adapter's part."""
+    problem, calls, real = Problem(width=64, spread=1.0), [], cpu_library.head_gradient
+    a, b = torch.randn(4, 64), torch.zeros(V, 4)
+    first = problem.hidden[0, 0] @ a.T
+    b[5] = 100.0 * first / first.dot(first)
+    problem.ids[0, 0] = 5
+    monkeypatch.setattr(cpu_library, "head_gradient", lambda *args: (calls.append(args[3]), real(*args))[1])
+    problem.dhidden(lm_head_adapter=HeadAdapter(a, b))
+    assert all(0 not in rows for rows in calls[1:])
+
+
 def test_a_huge_coefficient():
     """A sum's factor is up to e48: times the coefficient it would be infinite."""
     problem = Problem()
