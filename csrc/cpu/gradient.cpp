@@ -185,7 +185,7 @@ Buffer<uint32_t> packed_columns(const Plan& plan, const HeadInputs& inputs, cons
         std::fill(to, to + row, 0u);
         continue;
       }
-      plan.kernels->pack_rows(states.from(g.rows[first + i]), 1, inputs.compute, plan.kind, {to, row, words}, words);
+      plan.kernels->pack_rows(states.from(g.rows[first + i]), 1, states.dtype, plan.kind, {to, row, words}, words);
     }
     uint32_t* out = columns.get() + sizes.pieces * (first / sizes.pair) * width;
     for (int64_t p = 0; p < sizes.column_panels; p++) {
@@ -610,7 +610,7 @@ void dhidden_of_sums(const Plan& plan, const HeadInputs& inputs, const GradientI
       plan.kernels->pack_rows(inputs.weight.from(target), 1, inputs.compute, Operand::fp32, {row, 0, 0}, words);
       plan.kernels->add_row(Dtype::fp32, out, row, *lane.target_value * scale, plan.hidden);
       if (!inputs.has_low_rank()) continue;
-      pack_low_weight(plan, inputs, target, 1, Dtype::fp32, Operand::fp32, {row, 0, 0}, round_up(plan.rank, 16));
+      pack_low_weight(plan, inputs, target, 1, Operand::fp32, {row, 0, 0}, round_up(plan.rank, 16));
       plan.kernels->add_row(Dtype::fp32, out + plan.hidden, row, *lane.target_value * scale, plan.rank);
     }
   });

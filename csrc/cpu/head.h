@@ -246,9 +246,10 @@ class TokenPanels {
   Buffer<uint32_t> hidden_, low_hidden_;
 };
 
-// Rows of the low-rank weight / row_scale, which products are multiplied by, as `Kernels::pack_rows` writes them.
-void pack_low_weight(const Plan& plan, const HeadInputs& inputs, int64_t first, int64_t rows, Dtype compute,
-                     Operand kind, Packed out, int64_t words);
+// Rows of the low-rank weight / row_scale, which products are multiplied by, as `Kernels::pack_rows` writes them. Only
+// words of bf16 round them.
+void pack_low_weight(const Plan& plan, const HeadInputs& inputs, int64_t first, int64_t rows, Operand kind, Packed out,
+                     int64_t words);
 
 // What `WeightBlock` will read, if that is the weight itself; nothing beyond the last block.
 Ahead weight_ahead(const Plan& plan, const HeadInputs& inputs, int64_t block);

@@ -78,15 +78,15 @@ Ahead weight_ahead(const Plan& plan, const HeadInputs& inputs, int64_t block) {
   return found.words == nullptr ? Ahead{} : Ahead{found.words, plan.rows_of(block) * found.stride};
 }
 
-void pack_low_weight(const Plan& plan, const HeadInputs& inputs, int64_t first, int64_t rows, Dtype compute,
-                     Operand kind, Packed out, int64_t words) {
+void pack_low_weight(const Plan& plan, const HeadInputs& inputs, int64_t first, int64_t rows, Operand kind, Packed out,
+                     int64_t words) {
   WeightRows weight = inputs.low_weight.from(first);
   float inverse[kMostBlockRows];
   if (inputs.row_scale != nullptr) {
     for (int64_t r = 0; r < rows; r++) inverse[r] = 1.0f / inputs.row_scale[first + r];
     weight.scale = inverse;
   }
-  plan.kernels->pack_rows(weight, rows, compute, kind, out, words);
+  plan.kernels->pack_rows(weight, rows, Dtype::fp32, kind, out, words);
 }
 
 int64_t WeightBlock::buffer_words(const Plan& plan) {
@@ -107,12 +107,11 @@ WeightBlock WeightBlock::of(const Plan& plan, const HeadInputs& inputs, int64_t 
   buffer += plan.block_rows * plan.stride;
   const int64_t stride = plan.rank_words * plan.pieces(), stride_fp32 = round_up(plan.rank, 16);
   out.low_weight = {buffer, stride, plan.rank_words};
-  pack_low_weight(plan, inputs, first, rows, inputs.compute, plan.kind, {buffer, stride, plan.rank_words},
-                  plan.rank_words);
+  pack_low_weight(plan, inputs, first, rows, plan.kind, {buffer, stride, plan.rank_words}, plan.rank_words);
   std::fill(buffer + rows * stride, buffer + whole * stride, 0u);
   buffer += plan.block_rows * stride;
   out.low_weight_fp32 = {buffer, stride_fp32, 0};
-  pack_low_weight(plan, inputs, first, rows, Dtype::fp32, Operand::fp32, {buffer, stride_fp32, 0}, stride_fp32);
+  pack_low_weight(plan, inputs, first, rows, Operand::fp32, {buffer, stride_fp32, 0}, stride_fp32);
   return out;
 }
 

@@ -78,6 +78,18 @@ def test_gradients_are_those_of_float64(rank, dtype, scaled, by_sums):
             assert frobenius_error(x, y) < bound
 
 
+@pytest.mark.parametrize("by_sums", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_products_in_fp32_do_not_round_the_low_rank_part(scaled, by_sums):
+    """As on a processor without products of bf16."""
+    cpu_library.use_isa("avx2")
+    problem, rows = Problem(17, torch.bfloat16, scaled=scaled), torch.arange(N)
+    _, _, *found = problem.found(rows, by_sums=by_sums)
+    want = problem.want(rows)[2:]
+    assert frobenius_error(found[0], want[0]) < 1e-3  # kept exponentials are of bf16
+    assert frobenius_error(found[1], want[1]) < 1e-3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rank", [5, 70])
 def test_chunks_of_tokens_and_exponentials_that_are_computed_again(rank, dtype):
