@@ -68,11 +68,10 @@ WeightRows head_weight(const Tensor& x, const Tensor* group_scale, const Tensor*
 Head checked_products(const Tensor& hidden, const Tensor& weight, const Tensor* row_scale, const Tensor* group_scale,
                       const Tensor* codes, int64_t rounded, const Tensor* low_hidden, const Tensor* low_weight) {
   check_matrix(hidden, "hidden", "[N, H]");
-  check(hidden.is_contiguous(), "hidden must be contiguous");
   const int64_t N = hidden.size(0), H = hidden.size(1);
   HeadInputs inputs{};
-  inputs.hidden = hidden.data;
   inputs.compute = dtype_of(hidden, "hidden");
+  inputs.hidden = weight_rows(hidden, "hidden", inputs.compute);
   inputs.tokens = N;
   inputs.weight = head_weight(weight, group_scale, codes, rounded, H);
   const int64_t V = weight.size(0);
@@ -327,7 +326,7 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, c
         index, count, floats(dlogp, "dlogp", N), floats(dentropy, "dentropy", N), known, data<float>(*offsets),
         need_weight ? dweight->data : nullptr, need_weight ? dtype_of(*dweight, "dweight") : Dtype::fp32,
         dhidden == nullptr ? nullptr : data<float>(*dhidden), floats(dbias, "dbias", V),
-        entries_of(head.plan, entry_tokens, entry_ids, entry_values, count), sums_of(head, sum_offset, sums)};
+        entries_of(head.plan, entry_tokens, entry_ids, entry_values, count), sums_of(head, sum_offset, sums), false};
     check(sums == nullptr || (dentropy == nullptr && entry_tokens == nullptr && set_ids == nullptr),
           "sums serve no entropy's gradient, no entries and no candidate sets");
     check(sums == nullptr || !need_weight || low_weight != nullptr, "with sums, dweight must be of a low-rank weight");

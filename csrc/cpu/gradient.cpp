@@ -92,13 +92,12 @@ struct Sizes {
 // Inputs of the tiles for each token, in the order of `rows`, padded to whole panels by tokens without a gradient.
 class Lanes {
  public:
-  // `with_targets`: else dz is 0 there.
-  Lanes(const HeadInputs& inputs, const GradientInputs& g, int64_t padded, bool with_targets)
+  Lanes(const HeadInputs& inputs, const GradientInputs& g, int64_t padded)
       : values_(7 * padded), targets_(padded), padded_(padded), softcap_(inputs.softcap),
         entropy_(g.dentropy != nullptr) {
     const bool scored = g.statistics.max != nullptr;  // else sums are made while the tokens are scored
     for (int64_t i = 0; i < padded; i++) scored ? fill(inputs, g, i) : fill_for_sums(inputs, g, i);
-    if (!with_targets) std::fill(of(6), of(6) + padded, 0.0f);
+    if (g.targets_apart) std::fill(of(6), of(6) + padded, 0.0f);
   }
 
   int64_t target(int64_t i) const { return targets_.get()[i]; }
@@ -300,7 +299,7 @@ struct Call {
   static Call of(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g, Scoring* scoring) {
     const Sizes sizes = Sizes::of(plan, inputs, g);
     const int64_t panels = ceil_div(inputs.tokens, kLanes);
-    return {plan, inputs, g, scoring, sizes, Lanes(inputs, g, sizes.padded, g.sums.values == nullptr),
+    return {plan, inputs, g, scoring, sizes, Lanes(inputs, g, sizes.padded),
             TokenPanels(plan, inputs, scoring != nullptr ? 0 : std::min(inputs.kept_panels(), panels), panels),
             packed_columns(plan, inputs, g, sizes), Scratch::of(plan, inputs, g, sizes)};
   }
@@ -590,43 +589,48 @@ void store_dhidden(const Call& call) {
   });
 }
 
-// dH [count, hidden + rank] from the sums of tokens, and the weight's rows of their targets.
-void dhidden_of_sums(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g, const Lanes& lanes) {
-  const int64_t panels = ceil_div(g.count, kLanes), workers = worker_count(panels);
-  const int64_t words = round_up(plan.hidden, 16);
-  const WorkerBuffers<uint32_t> rows(workers, std::max(words, round_up(plan.rank, 16)));
-  parallel_tasks(panels, workers, [&](int64_t panel, int64_t worker) {
+// dH [count, hidden + rank] from the sums of tokens, without their targets.
+void dhidden_of_sums(const Plan& plan, const GradientInputs& g, const Lanes& lanes) {
+  const int64_t panels = ceil_div(g.count, kLanes), columns = plan.dhidden_columns();
+  parallel_tasks(panels, worker_count(panels), [&](int64_t panel, int64_t) {
     for (int64_t i = panel * kLanes; i < std::min((panel + 1) * kLanes, g.count); i++) {
       const GradientLanes lane = lanes.at(i, nullptr, nullptr, nullptr);
-      const int64_t token = g.rows[i], target = lanes.target(i);
-      const float* const sums = g.sums.values + token * plan.dhidden_columns();
-      const float factor = std::exp((g.sums.offset[token] - *lane.max) - *lane.log_sum);
-      float* const out = g.dhidden + i * plan.dhidden_columns();
+      const float* const sums = g.sums.values + g.rows[i] * columns;
+      const float factor = std::exp((g.sums.offset[g.rows[i]] - *lane.max) - *lane.log_sum);
       // in this order: the factor may be e48, and its product with the coefficient too large
-      for (int64_t k = 0; k < plan.dhidden_columns(); k++) out[k] = factor * sums[k] * *lane.minus_dlogp;
-      if (target < 0) continue;
-      uint32_t* const row = rows.of(worker);
-      const float scale = inputs.row_scale == nullptr ? 1.0f : inputs.row_scale[target];
-      plan.kernels->pack_rows(inputs.weight.from(target), 1, inputs.compute, Operand::fp32, {row, 0, 0}, words);
-      plan.kernels->add_row(Dtype::fp32, out, row, *lane.target_value * scale, plan.hidden);
-      if (!inputs.has_low_rank()) continue;
-      pack_low_weight(plan, inputs, target, 1, Operand::fp32, {row, 0, 0}, round_up(plan.rank, 16));
-      plan.kernels->add_row(Dtype::fp32, out + plan.hidden, row, *lane.target_value * scale, plan.rank);
+      for (int64_t k = 0; k < columns; k++) g.dhidden[i * columns + k] = factor * sums[k] * *lane.minus_dlogp;
     }
   });
 }
 
-// The part of the targets in db and in the low-rank dW, most of these, to the digits of fp32.
+// The part of the targets, to the digits of fp32: of a low-rank gradient it is most.
 void add_targets(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g, const Lanes& lanes) {
-  for (int64_t i = 0; i < g.count; i++) {
+  const int64_t panels = ceil_div(g.count, kLanes), workers = worker_count(panels);
+  const int64_t words = round_up(plan.hidden, 16), rank = plan.rank;
+  const WorkerBuffers<uint32_t> rows(workers, std::max(words, round_up(rank, 16)));
+  parallel_tasks(g.dhidden == nullptr ? 0 : panels, workers, [&](int64_t panel, int64_t worker) {
+    for (int64_t i = panel * kLanes; i < std::min((panel + 1) * kLanes, g.count); i++) {
+      const int64_t target = lanes.target(i);
+      if (target < 0) continue;
+      uint32_t* const row = rows.of(worker);
+      float* const out = g.dhidden + i * plan.dhidden_columns();
+      const float factor = lanes.target_value(i) * (inputs.row_scale == nullptr ? 1.0f : inputs.row_scale[target]);
+      plan.kernels->pack_rows(inputs.weight.from(target), 1, inputs.compute, Operand::fp32, {row, 0, 0}, words);
+      plan.kernels->add_row(Dtype::fp32, out, row, factor, plan.hidden);
+      if (!inputs.has_low_rank()) continue;
+      pack_low_weight(plan, inputs, target, 1, Operand::fp32, {row, 0, 0}, round_up(rank, 16));
+      plan.kernels->add_row(Dtype::fp32, out + plan.hidden, row, factor, rank);
+    }
+  });
+  for (int64_t i = 0; i < g.count; i++) {  // tokens may share a target
     const int64_t target = lanes.target(i);
     if (target < 0) continue;
     const float dz = lanes.target_value(i);
     if (g.dbias != nullptr) g.dbias[target] += dz;
     if (g.dweight == nullptr) continue;
-    float* const row = static_cast<float*>(g.dweight) + target * plan.rank;
-    const float* const low_hidden = inputs.low_hidden + g.rows[i] * plan.rank;
-    for (int64_t j = 0; j < plan.rank; j++) row[j] += dz * low_hidden[j];
+    float* const row = static_cast<float*>(g.dweight) + target * rank;
+    const float* const low_hidden = inputs.low_hidden + g.rows[i] * rank;
+    for (int64_t j = 0; j < rank; j++) row[j] += dz * low_hidden[j];
   }
 }
 
@@ -644,17 +648,18 @@ ScratchPlan ScratchPlan::of(const Plan& plan, int64_t tokens, int64_t row_bytes,
   const int64_t panels = ceil_div(tokens, kLanes), padded = panels * kLanes;
   const int64_t columns = round_up(plan.hidden, kLanes) + round_up(plan.rank, kLanes);
   ScratchPlan scratch{};
-  // of a thread: weight, dz in both orders and a panel; tiles and exponentials; dW; of all: sums of dH
+  // of a thread: weight, dz in both orders and a panel; tiles and exponentials; dW; the low-rank weight in fp32
   const int64_t chunk = std::min(padded, plan.token_chunk), rows = plan.group * plan.block_rows;
   int64_t per_thread = rows * (columns + chunk + kLanes) * item;
   per_thread += plan.block_rows * (chunk * (item + kept) + (3 * 4 + item) * kLanes);
   if (padded > chunk) per_thread += rows * columns * 4;
+  per_thread += rows * round_up(plan.rank, 16) * 4;
   scratch.fixed_bytes = threads * per_thread;
-  const int64_t sum_bytes = padded * columns * 4;  // as many as there may be, so that more tokens never need less
+  const int64_t sum_bytes = padded * columns * 4;  // of dH, as many as there may be, so that more tokens never need less
   scratch.fixed_bytes += std::min(kMostSums * sum_bytes, std::max(kSumBytes, sum_bytes));
-  // hidden states as gathered and as packed, fp32 dH as returned; partial statistics
+  // hidden states as gathered and as packed, fp32 dH as returned; partial statistics; the low-rank hidden states twice
   const int64_t ranges = split_count(plan) + plan.group * (threads + kMostSums);
-  scratch.fixed_bytes += padded * (columns * (2 * item + 4) + 12 * ranges);
+  scratch.fixed_bytes += padded * (columns * (2 * item + 4) + 12 * ranges + 8 * round_up(plan.rank, 16));
   const int64_t fits = row_bytes / (kLanes * kept);
   scratch.fixed_bytes += std::min(fits, panels) * kLanes * plan.blocks * 4;
   const int64_t panel_bytes = kLanes * (plan.vocab * kept + plan.blocks * 4);
@@ -677,18 +682,17 @@ void score_and_sum_head(const Plan& plan, const HeadInputs& inputs, const Statis
 }
 
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient) {
-  const bool other = gradient.dweight != nullptr || gradient.dbias != nullptr;
-  if (gradient.sums.values == nullptr) {
-    if (other || gradient.dhidden != nullptr) Call::of(plan, inputs, gradient, nullptr).run();
-    return;
-  }
-  const Lanes lanes(inputs, gradient, round_up(gradient.count, kLanes), true);
-  if (gradient.dhidden != nullptr) dhidden_of_sums(plan, inputs, gradient, lanes);
-  if (!other) return;
   GradientInputs by_products = gradient;
-  by_products.dhidden = nullptr;
-  Call::of(plan, inputs, by_products, nullptr).run();
-  add_targets(plan, inputs, gradient, lanes);
+  const bool sums = gradient.sums.values != nullptr;
+  by_products.targets_apart = sums || inputs.has_low_rank();
+  const Lanes lanes(inputs, gradient, round_up(gradient.count, kLanes));
+  if (sums && gradient.dhidden != nullptr) {
+    dhidden_of_sums(plan, gradient, lanes);
+    by_products.dhidden = nullptr;
+  }
+  const bool any = by_products.dhidden != nullptr || gradient.dweight != nullptr || gradient.dbias != nullptr;
+  if (any) Call::of(plan, inputs, by_products, nullptr).run();
+  if (by_products.targets_apart) add_targets(plan, inputs, gradient, lanes);
 }
 
 }  // namespace grpo

@@ -111,7 +111,7 @@ struct Store {
 // The inputs that both operations share. Products are hidden @ weight^T * row_scale; or, beside a frozen weight, which
 // may be quantised, low_hidden @ low_weight^T is added: then the gradient is that of `low_weight`.
 struct HeadInputs {
-  const void* hidden;  // [tokens, hidden] in the compute dtype, contiguous
+  WeightRows hidden;  // [tokens, hidden] in the compute dtype
   WeightRows weight;
   Dtype compute;
   const float* row_scale;   // [vocab] or nullptr
@@ -132,7 +132,7 @@ struct HeadInputs {
   // Hidden states and weight of the gradient.
   WeightRows gradient_states() const {
     if (has_low_rank()) return {low_hidden, Dtype::fp32, low_weight.columns, low_weight.columns};
-    return {hidden, compute, weight.columns, weight.columns};
+    return hidden;
   }
   const WeightRows& gradient_weight() const { return has_low_rank() ? low_weight : weight; }
 
@@ -186,7 +186,7 @@ struct HeadSums {
 void score_and_sum_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets,
                         const HeadSums& sums);
 
-// out [tokens, vocab] = hidden @ weight^T; only the inputs up to `row_scale` and the number of tokens are read.
+// out [tokens, vocab] = the products; only the inputs up to `low_weight` and the number of tokens are read.
 void multiply_head(const Plan& plan, const HeadInputs& inputs, float* out, int64_t out_stride);
 
 struct GradientInputs {
@@ -202,6 +202,7 @@ struct GradientInputs {
   Entries entries;
   // If there are any, dH is made of them: then there are no entries, dentropy is nullptr, and dW that of `low_weight`.
   HeadSums sums;
+  bool targets_apart;       // dz is 0 at the targets, whose part is added in fp32
 };
 
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient);

@@ -35,7 +35,6 @@ TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t fir
     : first_(first_panel), piece_(plan.words * kLanes), size_(plan.pieces() * piece_),
       low_size_(round_up(plan.rank, 16) * kLanes), hidden_((last_panel - first_panel) * size_),
       low_hidden_((last_panel - first_panel) * low_size_) {
-  const WeightRows hidden{inputs.hidden, inputs.compute, plan.hidden, plan.hidden};
   const WeightRows low_hidden{inputs.low_hidden, Dtype::fp32, plan.rank, plan.rank};
   const int64_t workers = worker_count(last_panel - first_panel);
   const WorkerBuffers<uint32_t> rows(workers, std::max(size_, low_size_));
@@ -48,7 +47,7 @@ TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t fir
       std::fill(packed + count * row, packed + kLanes * row, 0u);
       plan.kernels->transpose_panel(packed, row, row, to);
     };
-    pack(hidden, inputs.compute, plan.kind, plan.words, hidden_.get() + task * size_);
+    pack(inputs.hidden, inputs.compute, plan.kind, plan.words, hidden_.get() + task * size_);
     if (!inputs.has_low_rank()) return;
     pack(low_hidden, Dtype::fp32, Operand::fp32, low_size_ / kLanes, low_hidden_.get() + task * low_size_);
   });

@@ -22,7 +22,7 @@ _FUNCTIONS = (
 """those that return a text, or NULL"""
 
 BASE_COLUMNS = 32
-"""The columns of a quantised weight are a multiple of it."""
+"""The columns of a quantised weight are a multiple of it, and so are those of a weight beside an adapter."""
 
 _library: Any = None
 

@@ -99,8 +99,8 @@ class NativeEngine:
     def fused(self, work: Work) -> tuple[Statistics, Gradients]:
         """See `Engine.fused`. Known scores are computed again where dW's memory holds exponentials: one product."""
         head, tokens, needs = work.head, work.tokens, work.needs
-        nothing = head.weight.new_empty(0)
-        dtype = GradientSums.weight_dtype(self, head, len(tokens.ids), work.max_scratch_bytes)
+        shape, nothing = (tokens.ids.shape[0], head.width), head.weight.new_empty(0)
+        dtype = GradientSums.weight_dtype(self, head, shape[0], work.max_scratch_bytes)
         dweight = None
         if needs.need_weight:  # chunks add to that of an adapter
             new = head.weight.new_empty if head.base is None else head.weight.new_zeros
@@ -114,7 +114,7 @@ class NativeEngine:
         by_sums = _by_sums(work, _plan(head, work.longest, storage, budget).kept_tokens >= work.longest)
         everything = _inputs(head, tokens, work.rows)
         sum_offset = _sum_offset(work, everything) if by_sums else None
-        found: list[tuple[Tensor, Tensor]] = []  # rows that have a gradient, and their dH
+        dhidden: Tensor | None = None  # not before a part's own: that is when most memory is in use
         for part, rows in work.parts():
             plan = _plan(head, len(rows), storage, budget)
             layout = _layout(head, len(rows), storage)
@@ -155,13 +155,14 @@ class NativeEngine:
             if part_dhidden is not None:
                 if tokens.vocab is not None:
                     part_dhidden = tokens.vocab.start_sum(part_dhidden)()
-                found.append((rows[chosen], part_dhidden.to(product_dtype(head))))
+                dhidden = _zeros(shape, head) if dhidden is None else dhidden
+                _copy_rows(part_dhidden, dhidden, rows[chosen])
             if dbias is not None and part_dbias is not None:
                 dbias += part_dbias
         if not scores and dweight is not None:
             dweight.zero_()
-        memory = spill = nothing
-        dhidden = _dhidden(head, len(tokens.ids), found) if needs.need_hidden else None
+        if needs.need_hidden and dhidden is None:
+            dhidden = _zeros(shape, head)
         return Statistics.concatenate(scores, head.weight, work.with_entropy), Gradients(
             dhidden, dweight, dbias, worked
         )
@@ -281,12 +282,19 @@ def _rows_with_gradient(head: LMHead, coefficients: Coefficients) -> Tensor:
     return rows if -(-len(rows) // tokens) < -(-len(has) // tokens) else _all_rows(has)
 
 
-def _dhidden(head: LMHead, count: int, found: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """[N, width]: the gradients of an adapter's u go to its first columns, which hold u rounded."""
-    out = head.weight.new_zeros((count, head.width), dtype=product_dtype(head))
-    for rows, dhidden in found:
-        out[:, : dhidden.shape[1]].index_copy_(0, rows, dhidden)
-    return out
+def _zeros(shape: tuple[int, int], head: LMHead) -> Tensor:
+    return head.weight.new_zeros(shape, dtype=product_dtype(head))
+
+
+def _copy_rows(dhidden: Tensor, out: Tensor, rows: Tensor) -> None:
+    """To `rows` of out [N, width]: the gradients of an adapter's u go to its first columns, which hold u rounded.
+
+    By so many rows that torch uses one thread: others spin afterwards, beside the next part's work.
+    """
+    columns = dhidden.shape[1]
+    few = max(32767 // columns, 1)
+    for source, to in zip(dhidden.split(few), rows.split(few), strict=True):
+        out[:, :columns].index_copy_(0, to, source.to(out.dtype))
 
 
 def _in_blocks(head: LMHead, entries: Entries) -> Entries:

@@ -170,7 +170,7 @@ def native_products(head: LMHead, hidden: Tensor) -> cpu_library.HeadProducts:
         low_hidden = torch.stack([x.float() for x in head.weight_states(hidden)]).sum(0)
         low_weight, hidden = _adjacent(head.weight), hidden[:, : head.base_width]
     return cpu_library.HeadProducts(
-        hidden.contiguous(),
+        _adjacent(hidden),
         _adjacent(head.weight if head.base is None else head.base),
         None if head.row_scale is None else head.row_scale.contiguous(),
         None if head.group_scale is None else head.group_scale.contiguous(),
@@ -182,7 +182,7 @@ def native_products(head: LMHead, hidden: Tensor) -> cpu_library.HeadProducts:
 
 
 def _adjacent(x: Tensor) -> Tensor:
-    """Rows of a weight may have gaps between them, elements of a row not."""
+    """Rows may have gaps between them, elements of a row not."""
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 

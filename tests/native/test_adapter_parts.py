@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import ref
-
 import pytest
 import torch
 
@@ -107,24 +105,6 @@ def test_parts_of_a_loss(level, trained, parts, monkeypatch):
         assert parts == [(112, True), (112, True), (76, True)]
     else:
         assert parts == [(N, trained != "adapter")]
-
-
-def test_exponentials_are_freed_before_dh_is_put_together(parts, monkeypatch):
-    memory, made = [], native._dhidden
-    gradient = cpu_library.head_gradient
-    monkeypatch.setattr(cpu_library, "head_gradient", lambda *a: (memory.append(ref(a[8]._base)), gradient(*a))[1])
-
-    def dhidden(*args):
-        assert memory
-        assert all(x() is None for x in memory)
-        return made(*args)
-
-    monkeypatch.setattr(native, "_dhidden", dhidden)
-    hidden, adapter = torch.randn(1, N, H), HeadAdapter(torch.randn(4, H) / 8, torch.randn(V, 4).requires_grad_())
-    fused_linear_grpo_loss(
-        hidden.requires_grad_(), torch.randn(V, H) / 8, torch.randint(V, (1, N)), torch.ones(1), impl="native",
-        lm_head_adapter=adapter,
-    ).loss.backward()  # fmt: skip
 
 
 def test_known_scores_are_one_part(parts):

@@ -19,7 +19,7 @@ class Problem:
 
     def __init__(self, rank: int, dtype: torch.dtype, *, scaled: bool, tokens: int = N) -> None:
         g = torch.Generator().manual_seed(rank)
-        self.hidden = torch.randn(tokens, H, generator=g).to(dtype)
+        self.hidden = torch.randn(tokens, H + 3, generator=g).to(dtype)[:, :H]  # with gaps between rows
         self.weight = (torch.randn(V, H, generator=g) / H**0.5).to(dtype)
         self.low_hidden = torch.randn(tokens, rank, generator=g)
         self.low_weight = torch.randn(V, rank, generator=g) / rank**0.5
@@ -66,14 +66,13 @@ class Problem:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rank", [1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 130])
 def test_gradients_are_those_of_float64(rank, dtype, scaled, by_sums):
-    """In bf16 one rounding each of dz, B and u; by sums the targets' part, most of it, has none."""
+    """In bf16 dz, B and u are rounded once, but not in the targets' part, which is most of it."""
     problem = Problem(rank, dtype, scaled=scaled)
     for rows in (torch.arange(N), torch.arange(0, N, 2)):
         logp, *found = problem.found(rows, by_sums=by_sums)
         want_logp, *want = problem.want(rows)
         torch.testing.assert_close(logp.double(), want_logp, rtol=0, atol=1e-5)
-        narrow = 1e-3 if by_sums else 5e-3
-        bounds = [2e-5] * 4 if dtype == torch.float32 else [5e-3, narrow, narrow, 2e-3]
+        bounds = [2e-5] * 4 if dtype == torch.float32 else [1.3e-3] * 4
         for x, y, bound in zip(found, want, bounds, strict=True):
             assert frobenius_error(x, y) < bound
 
@@ -98,7 +97,7 @@ def test_chunks_of_tokens_and_exponentials_that_are_computed_again(rank, dtype):
     rows = torch.arange(1100)
     _, *found = problem.found(rows, by_sums=False, kept=False)
     for x, y in zip(found, problem.want(rows)[1:], strict=True):
-        assert frobenius_error(x, y) < (2e-5 if dtype == torch.float32 else 5e-3)
+        assert frobenius_error(x, y) < (2e-5 if dtype == torch.float32 else 1.3e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

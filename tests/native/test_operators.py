@@ -66,7 +66,7 @@ def entries(tokens, ids, values=None):
         ({"targets": torch.zeros(N - 1, dtype=torch.int64)}, rf"targets must be \[{N}\]; got \[{N - 1}\]"),
         ({"targets": torch.zeros(2 * N, dtype=torch.int64)[::2]}, "targets must be contiguous"),
         ({"hidden": torch.randn(N, H + 1)}, rf"weight must be \[{V}, {H + 1}\]; got \[{V}, {H}\]"),
-        ({"hidden": torch.randn(H, N).T}, "hidden must be contiguous"),
+        ({"hidden": torch.randn(H, N).T}, "rows of hidden must be contiguous"),
         ({"weight": torch.zeros(V, H, dtype=torch.int8)}, "a quantised weight must have a multiple of 32 columns; got 40"),
         ({**WIDE, "weight": torch.zeros(V, 32, dtype=torch.int8), "kept": torch.empty(V, 32)}, "weight is frozen"),
         ({**WIDE, "weight": torch.ones(V, 32), "group_scale": torch.ones(V, 1), "kept": torch.empty(V, 32)}, "is frozen"),

@@ -71,11 +71,10 @@ void tile(const void* kept, int64_t stride, int64_t rows, const GradientLanes& l
     const Floats e = load_kept<Kept>(kept, row * stride + kWidth * j);
     return gradient_of<Dense>(e, vectors[j], with_entropy, with_softcap, row);
   };
-  constexpr int64_t kRowBytes = kLanes * item_bytes(Kept);
   for (int64_t r = 0; r < rows; r += per_word(Kind)) {
     // as in packing; where exponentials are not in the cache, this work takes 0.75 x the time
-    for (int64_t line = 0; line < kRowBytes * per_word(Kind); line += 64) {
-      __builtin_prefetch(static_cast<const char*>(kept) + r * kRowBytes + kAheadBytes + line);
+    for (int64_t line = 0; line < kLanes * item_bytes(Kept) * per_word(Kind); line += 64) {
+      __builtin_prefetch(static_cast<const char*>(kept) + r * stride * item_bytes(Kept) + kAheadBytes + line);
     }
     const bool paired = Kind != Operand::fp32 && r + 1 < rows;
     const Floats scale = all(lanes.row_scale == nullptr ? 1.0f : lanes.row_scale[r]);
