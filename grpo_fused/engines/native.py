@@ -159,10 +159,10 @@ class NativeEngine:
                 _copy_rows(part_dhidden, dhidden, rows[chosen])
             if dbias is not None and part_dbias is not None:
                 dbias += part_dbias
-        if not scores and dweight is not None:
-            dweight.zero_()
-        if needs.need_hidden and dhidden is None:
-            dhidden = _zeros(shape, head)
+        if not scores:
+            dhidden = _zeros(shape, head) if needs.need_hidden else None
+            if dweight is not None:
+                dweight.zero_()
         return Statistics.concatenate(scores, head.weight, work.with_entropy), Gradients(
             dhidden, dweight, dbias, worked
         )
