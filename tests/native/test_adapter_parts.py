@@ -115,3 +115,14 @@ def test_known_scores_are_one_part(parts):
     )  # fmt: skip
     out.logps.sum().backward()
     assert parts == [(N, False)]
+
+
+@pytest.mark.parametrize("columns", [1, 500, 40000])
+def test_rows_of_any_width_are_copied(columns):
+    """A few at a time, and at least one."""
+    rows = torch.arange(0, 400, 2)
+    dhidden, out = torch.randn(len(rows), columns), torch.zeros(400, columns + 3)
+    native._copy_rows(dhidden, out, rows)
+    assert torch.equal(out[rows, :columns], dhidden)
+    assert not out[1::2].any()
+    assert not out[:, columns:].any()
