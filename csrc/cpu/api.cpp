@@ -70,8 +70,7 @@ Head checked_products(const Tensor& hidden, const Tensor& weight, const Tensor* 
   check_matrix(hidden, "hidden", "[N, H]");
   const int64_t N = hidden.size(0), H = hidden.size(1);
   HeadInputs inputs{};
-  inputs.compute = dtype_of(hidden, "hidden");
-  inputs.hidden = weight_rows(hidden, "hidden", inputs.compute);
+  inputs.hidden = weight_rows(hidden, "hidden", dtype_of(hidden, "hidden"));
   inputs.tokens = N;
   inputs.weight = head_weight(weight, group_scale, codes, rounded, H);
   const int64_t V = weight.size(0);
@@ -86,7 +85,7 @@ Head checked_products(const Tensor& hidden, const Tensor& weight, const Tensor* 
     inputs.low_hidden = data<float>(*low_hidden);
     inputs.low_weight = weight_rows(*low_weight, "low_weight", dtype_of(*low_weight, "low_weight"));
   }
-  return {plan_of(V, H, inputs.low_weight.columns, inputs.compute), inputs};
+  return {plan_of(V, H, inputs.low_weight.columns, inputs.hidden.dtype), inputs};
 }
 
 // Candidate sets of `inputs.tokens` tokens: see HeadInputs.
@@ -326,7 +325,7 @@ API const char* grpo_head_gradient(const Tensor* hidden, const Tensor* weight, c
         index, count, floats(dlogp, "dlogp", N), floats(dentropy, "dentropy", N), known, data<float>(*offsets),
         need_weight ? dweight->data : nullptr, need_weight ? dtype_of(*dweight, "dweight") : Dtype::fp32,
         dhidden == nullptr ? nullptr : data<float>(*dhidden), floats(dbias, "dbias", V),
-        entries_of(head.plan, entry_tokens, entry_ids, entry_values, count), sums_of(head, sum_offset, sums), false};
+        entries_of(head.plan, entry_tokens, entry_ids, entry_values, count), sums_of(head, sum_offset, sums)};
     check(sums == nullptr || (dentropy == nullptr && entry_tokens == nullptr && set_ids == nullptr),
           "sums serve no entropy's gradient, no entries and no candidate sets");
     check(sums == nullptr || !need_weight || low_weight != nullptr, "with sums, dweight must be of a low-rank weight");

@@ -89,15 +89,21 @@ struct Sizes {
   int64_t waiting_panels() const { return padded > chunk ? column_panels : 1; }
 };
 
+// Whether the targets are left out of the products, and added in fp32.
+bool targets_apart(const HeadInputs& inputs, const GradientInputs& g) {
+  return g.sums.values != nullptr || inputs.has_low_rank();
+}
+
 // Inputs of the tiles for each token, in the order of `rows`, padded to whole panels by tokens without a gradient.
 class Lanes {
  public:
-  Lanes(const HeadInputs& inputs, const GradientInputs& g, int64_t padded)
+  // `with_targets`: else dz is 0 there.
+  Lanes(const HeadInputs& inputs, const GradientInputs& g, int64_t padded, bool with_targets)
       : values_(7 * padded), targets_(padded), padded_(padded), softcap_(inputs.softcap),
         entropy_(g.dentropy != nullptr) {
     const bool scored = g.statistics.max != nullptr;  // else sums are made while the tokens are scored
     for (int64_t i = 0; i < padded; i++) scored ? fill(inputs, g, i) : fill_for_sums(inputs, g, i);
-    if (g.targets_apart) std::fill(of(6), of(6) + padded, 0.0f);
+    if (!with_targets) std::fill(of(6), of(6) + padded, 0.0f);
   }
 
   int64_t target(int64_t i) const { return targets_.get()[i]; }
@@ -299,7 +305,7 @@ struct Call {
   static Call of(const Plan& plan, const HeadInputs& inputs, const GradientInputs& g, Scoring* scoring) {
     const Sizes sizes = Sizes::of(plan, inputs, g);
     const int64_t panels = ceil_div(inputs.tokens, kLanes);
-    return {plan, inputs, g, scoring, sizes, Lanes(inputs, g, sizes.padded),
+    return {plan, inputs, g, scoring, sizes, Lanes(inputs, g, sizes.padded, !targets_apart(inputs, g)),
             TokenPanels(plan, inputs, scoring != nullptr ? 0 : std::min(inputs.kept_panels(), panels), panels),
             packed_columns(plan, inputs, g, sizes), Scratch::of(plan, inputs, g, sizes)};
   }
@@ -615,7 +621,7 @@ void add_targets(const Plan& plan, const HeadInputs& inputs, const GradientInput
       uint32_t* const row = rows.of(worker);
       float* const out = g.dhidden + i * plan.dhidden_columns();
       const float factor = lanes.target_value(i) * (inputs.row_scale == nullptr ? 1.0f : inputs.row_scale[target]);
-      plan.kernels->pack_rows(inputs.weight.from(target), 1, inputs.compute, Operand::fp32, {row, 0, 0}, words);
+      plan.kernels->pack_rows(inputs.weight.from(target), 1, inputs.hidden.dtype, Operand::fp32, {row, 0, 0}, words);
       plan.kernels->add_row(Dtype::fp32, out, row, factor, plan.hidden);
       if (!inputs.has_low_rank()) continue;
       pack_low_weight(plan, inputs, target, 1, Operand::fp32, {row, 0, 0}, round_up(rank, 16));
@@ -682,17 +688,15 @@ void score_and_sum_head(const Plan& plan, const HeadInputs& inputs, const Statis
 }
 
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient) {
-  GradientInputs by_products = gradient;
   const bool sums = gradient.sums.values != nullptr;
-  by_products.targets_apart = sums || inputs.has_low_rank();
-  const Lanes lanes(inputs, gradient, round_up(gradient.count, kLanes));
-  if (sums && gradient.dhidden != nullptr) {
-    dhidden_of_sums(plan, gradient, lanes);
-    by_products.dhidden = nullptr;
-  }
+  GradientInputs by_products = gradient;
+  if (sums) by_products.dhidden = nullptr;
   const bool any = by_products.dhidden != nullptr || gradient.dweight != nullptr || gradient.dbias != nullptr;
   if (any) Call::of(plan, inputs, by_products, nullptr).run();
-  if (by_products.targets_apart) add_targets(plan, inputs, gradient, lanes);
+  if (!targets_apart(inputs, gradient)) return;
+  const Lanes lanes(inputs, gradient, round_up(gradient.count, kLanes), true);
+  if (sums && gradient.dhidden != nullptr) dhidden_of_sums(plan, gradient, lanes);
+  add_targets(plan, inputs, gradient, lanes);
 }
 
 }  // namespace grpo

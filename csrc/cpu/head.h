@@ -111,9 +111,8 @@ struct Store {
 // The inputs that both operations share. Products are hidden @ weight^T * row_scale; or, beside a frozen weight, which
 // may be quantised, low_hidden @ low_weight^T is added: then the gradient is that of `low_weight`.
 struct HeadInputs {
-  WeightRows hidden;  // [tokens, hidden] in the compute dtype
+  WeightRows hidden;  // [tokens, hidden], of the dtype of the computation
   WeightRows weight;
-  Dtype compute;
   const float* row_scale;   // [vocab] or nullptr
   const float* low_hidden;  // [tokens, rank] or nullptr
   WeightRows low_weight;    // [vocab, rank]
@@ -175,8 +174,8 @@ struct Entries {
 
 void score_head(const Plan& plan, const HeadInputs& inputs, const Statistics& out, float* offsets);
 
-// [tokens, hidden + rank]: sums over the vocabulary, without the target's row, of exp(z - offset) dz/d(product) W, where no
-// offset is below the token's maximum. dH is a multiple of them, and of the target's row.
+// [tokens, hidden + rank]: sums over the vocabulary, without the target's row, of exp(z - offset) dz/d(product) W, where
+// no offset is below the token's maximum. dH is a multiple of them, and of the target's row.
 struct HeadSums {
   const float* offset;  // [tokens]
   float* values;        // nullptr: there are none
@@ -202,7 +201,6 @@ struct GradientInputs {
   Entries entries;
   // If there are any, dH is made of them: then there are no entries, dentropy is nullptr, and dW that of `low_weight`.
   HeadSums sums;
-  bool targets_apart;       // dz is 0 at the targets, whose part is added in fp32
 };
 
 void gradient_of_head(const Plan& plan, const HeadInputs& inputs, const GradientInputs& gradient);

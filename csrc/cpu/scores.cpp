@@ -41,15 +41,15 @@ TokenPanels::TokenPanels(const Plan& plan, const HeadInputs& inputs, int64_t fir
   parallel_tasks(last_panel - first_panel, workers, [&](int64_t task, int64_t worker) {
     const int64_t token = (first_panel + task) * kLanes, count = std::min(kLanes, inputs.tokens - token);
     uint32_t* const packed = rows.of(worker);
-    const auto pack = [&](const WeightRows& from, Dtype compute, Operand kind, int64_t words, uint32_t* to) {
+    const auto pack = [&](const WeightRows& from, Operand kind, int64_t words, uint32_t* to) {
       const int64_t row = words * pieces_of(kind);
-      plan.kernels->pack_rows(from.from(token), count, compute, kind, {packed, row, words}, words);
+      plan.kernels->pack_rows(from.from(token), count, from.dtype, kind, {packed, row, words}, words);
       std::fill(packed + count * row, packed + kLanes * row, 0u);
       plan.kernels->transpose_panel(packed, row, row, to);
     };
-    pack(inputs.hidden, inputs.compute, plan.kind, plan.words, hidden_.get() + task * size_);
+    pack(inputs.hidden, plan.kind, plan.words, hidden_.get() + task * size_);
     if (!inputs.has_low_rank()) return;
-    pack(low_hidden, Dtype::fp32, Operand::fp32, low_size_ / kLanes, low_hidden_.get() + task * low_size_);
+    pack(low_hidden, Operand::fp32, low_size_ / kLanes, low_hidden_.get() + task * low_size_);
   });
 }
 
@@ -60,7 +60,7 @@ Left weight_in_place(const Plan& plan, const HeadInputs& inputs, int64_t block) 
   const WeightRows& weight = inputs.weight;
   const int64_t item = item_bytes(weight.dtype), pairs = per_word(plan.kind), stride = weight.stride / pairs;
   const void* source = weight.row(block * plan.block_rows);
-  const bool same_words = weight.dtype == inputs.compute && weight.scale == nullptr && item * pairs == 4 &&
+  const bool same_words = weight.dtype == inputs.hidden.dtype && weight.scale == nullptr && item * pairs == 4 &&
                           plan.kind != Operand::pieces;
   const bool whole_lines = plan.hidden % (16 * pairs) == 0 && weight.stride % (16 * pairs) == 0 &&
                            reinterpret_cast<uintptr_t>(source) % 64 == 0;
@@ -98,7 +98,7 @@ WeightBlock WeightBlock::of(const Plan& plan, const HeadInputs& inputs, int64_t 
   WeightBlock out{weight_in_place(plan, inputs, block), {}, {}};
   if (out.weight.words == nullptr) {
     out.weight = {buffer, plan.stride, plan.words};
-    plan.kernels->pack_rows(inputs.weight.from(first), rows, inputs.compute, plan.kind,
+    plan.kernels->pack_rows(inputs.weight.from(first), rows, inputs.hidden.dtype, plan.kind,
                             {buffer, plan.stride, plan.words}, plan.words);
     std::fill(buffer + rows * plan.stride, buffer + whole * plan.stride, 0u);
   }

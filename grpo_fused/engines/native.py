@@ -105,16 +105,16 @@ class NativeEngine:
         if needs.need_weight:  # chunks add to that of an adapter
             new = head.weight.new_empty if head.base is None else head.weight.new_zeros
             dweight = new(head.weight.shape, dtype=dtype)
+        dhidden: Tensor | None = None  # not before a part's own: that is when most memory is in use
         dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.need_bias else None
         storage = nothing if dweight is None else _storage(head, dweight)
         budget = _budget(work.max_scratch_bytes, storage)
-        worked, scores, memory = 0, [], head.weight.new_empty(0, dtype=torch.uint8)  # of exponentials
+        worked, scores, memory = 0, [], head.weight.new_empty(0, dtype=torch.uint8)
         if work.known is not None:  # then parts would save nothing
             work = replace(work, chunks=even_chunks(len(work.rows), MANY))
         by_sums = _by_sums(work, _plan(head, work.longest, storage, budget).kept_tokens >= work.longest)
         everything = _inputs(head, tokens, work.rows)
         sum_offset = _sum_offset(work, everything) if by_sums else None
-        dhidden: Tensor | None = None  # not before a part's own: that is when most memory is in use
         for part, rows in work.parts():
             plan = _plan(head, len(rows), storage, budget)
             layout = _layout(head, len(rows), storage)
@@ -153,9 +153,9 @@ class NativeEngine:
                 )[0])  # fmt: skip
             worked += chosen.shape[0]
             if part_dhidden is not None:
+                dhidden = _zeros(shape, head) if dhidden is None else dhidden
                 if tokens.vocab is not None:
                     part_dhidden = tokens.vocab.start_sum(part_dhidden)()
-                dhidden = _zeros(shape, head) if dhidden is None else dhidden
                 _copy_rows(part_dhidden, dhidden, rows[chosen])
             if dbias is not None and part_dbias is not None:
                 dbias += part_dbias
@@ -287,9 +287,9 @@ def _zeros(shape: tuple[int, int], head: LMHead) -> Tensor:
 
 
 def _copy_rows(dhidden: Tensor, out: Tensor, rows: Tensor) -> None:
-    """To `rows` of out [N, width]: the gradients of an adapter's u go to its first columns, which hold u rounded.
+    """To `rows` of out [N, width]; those of an adapter's u go where u rounded is, and no others of its columns.
 
-    By so many rows that torch uses one thread: others spin afterwards, beside the next part's work.
+    Few rows at a time, for which torch takes one thread: others would spin afterwards, on a core of the next part.
     """
     columns = dhidden.shape[1]
     few = max(32767 // columns, 1)

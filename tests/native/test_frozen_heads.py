@@ -167,6 +167,7 @@ def test_a_target_that_the_adapter_raises_above_the_sample(monkeypatch):
     problem.ids[0, 0] = 5
     monkeypatch.setattr(cpu_library, "head_gradient", lambda *args: (calls.append(args[3]), real(*args))[1])
     problem.dhidden(lm_head_adapter=HeadAdapter(a, b))
+    assert calls
     assert all(0 not in rows for rows in calls[1:])
 
 

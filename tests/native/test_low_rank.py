@@ -85,8 +85,8 @@ def test_products_in_fp32_do_not_round_the_low_rank_part(scaled, by_sums):
     problem, rows = Problem(17, torch.bfloat16, scaled=scaled), torch.arange(N)
     _, _, *found = problem.found(rows, by_sums=by_sums)
     want = problem.want(rows)[2:]
-    assert frobenius_error(found[0], want[0]) < 1e-3  # kept exponentials are of bf16
-    assert frobenius_error(found[1], want[1]) < 1e-3
+    for x, y in zip(found, want, strict=True):
+        assert frobenius_error(x, y) < 2.5e-4  # exponentials are kept in bf16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

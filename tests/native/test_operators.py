@@ -341,6 +341,17 @@ def test_scratch_holds_the_exponentials_of_all_tokens_or_what_fits(dtype, in_gra
     assert cpu_library.scratch_plan(shape, dtype, N, kept, 0).kept_tokens == 64 * in_gradient
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scratch_holds_the_copies_of_a_low_rank_weight(dtype, threads):
+    """Of each thread's block in fp32 and as an operand, and of the low-rank hidden states in fp32, also in panels."""
+    threads(3)
+    rank, nothing = 512, torch.empty(0)
+    without, beside = (cpu_library.scratch_plan((V, 80, r), dtype, N, nothing, 0).fixed_bytes for r in (0, rank))
+    rows = cpu_library.head_layout((V, 80, rank), dtype).block_rows
+    assert beside - without >= rank * (3 * rows * (4 + dtype.itemsize) + 2 * 4 * N)
+
+
 @pytest.mark.parametrize(
     ("out", "message"),
     [
