@@ -23,7 +23,7 @@ from benchmarks.providers import PROVIDERS, fused_loss
 from benchmarks.results import Device, Run
 from benchmarks.study import Section, main
 from benchmarks.tables import grid, ms, title
-from benchmarks.timing import Calls, bare_gemms, times_by_round, with_ratios
+from benchmarks.timing import Calls, bare_gemms, cache_flush, times_by_round, with_ratios
 from grpo_fused.testing import Problem
 
 CASES = [Case(4, N // 4, 896, 151936) for N in (256, 1024)]
@@ -59,7 +59,8 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
             rows[f"{engine}, {way}"] = row = judged(partial(errors, engine, way), DTYPES[case.dtype], ours=True)
             if "not_timed" in row:
                 calls.pop(f"{engine}, {way}", None)
-    times = with_ratios(times_by_round(calls, device, rounds=rounds, warmup=2), "bare")
+    idle = cache_flush(device)  # no work is queued, so that the host's time counts
+    times = with_ratios(times_by_round(calls, device, rounds=rounds, warmup=2, before=idle), "bare")
     for name, row in rows.items():
         if name in times:
             row |= times[name] | {"host_ms": host_ms(calls[name], rounds)}

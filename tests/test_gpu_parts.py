@@ -45,11 +45,12 @@ def options_of(part, name):
     return vars(parser_of(sweep.run).parse_args(step.arguments[2:]))
 
 
-def test_the_first_part_compares_five_shapes():
+def test_the_first_part_compares_all_shapes():
     given = options_of("first", "speed")
     plans = measure.chosen(sweep.PLANS, given["cases"], given["patterns"], peers=given["peers"], memory=given["memory"])
     assert [(p.case.N, p.case.H, p.case.V) for p in plans] == [
         (8192, 4096, 151936), (8192, 896, 151936), (8192, 4096, 131072), (8192, 2048, 151936), (8192, 768, 50257),
+        (8192, 8192, 152064),
     ]  # fmt: skip
     for plan in plans:
         assert plan.case.pattern == "dense"
@@ -62,7 +63,7 @@ def test_the_third_part_is_the_whole_sweep():
     given = options_of("third", "speed")
     plans = measure.chosen(sweep.PLANS, given["cases"], given["patterns"], peers=given["peers"], memory=given["memory"])
     assert plans == sweep.PLANS
-    assert len(plans) == 5 + 2 * 3
+    assert len(plans) == 6 + 2 * 3
     assert all(plan.memory == (plan.case.pattern == "dense") for plan in plans)
     assert {plan.case.pattern for plan in plans} == {"dense", "half-inactive", "zero-advantage-40"}
 

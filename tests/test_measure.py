@@ -13,7 +13,7 @@ from benchmarks.child import in_child
 from benchmarks.exact import Exact, wrong
 from benchmarks.problem import PATTERNS, Case, loss_from_logps, shares
 from benchmarks.providers import PEERS, PROVIDERS, available
-from benchmarks.timing import bare_gemms, cache_flush, times_by_round, with_ratios
+from benchmarks.timing import bare_gemms, busy_gpu, cache_flush, times_by_round, with_ratios
 
 SMALL = Case(5, 16, 32, 300, "fp32")
 RUNNABLE = [name for name, p in PROVIDERS.items() if p.unavailable("cpu") is None and not p.compiles]
@@ -194,7 +194,7 @@ def test_rounds_are_interleaved():
     times = times_by_round({name: lambda name=name: seen.append(name) for name in "ab"}, "cpu", rounds=3, warmup=1)
     assert seen == ["a", "b"] * 4
     assert [len(values) for values in times.values()] == [3, 3]
-    assert cache_flush("cpu") is None
+    assert cache_flush("cpu") is busy_gpu("cpu") is None
 
 
 @pytest.mark.full
