@@ -73,7 +73,6 @@ def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParalle
     local_batch = batch  # the positions of this rank among those of all
     if mine is not None:
         local_batch, matters = batch.select(mine), matters[mine]
-    rows = _choose_rows(local_batch, tokens.undecided, matters, config, call)
     with_entropy = call.with_metrics or config.needs_entropy
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy)
     divergence = torch.zeros_like(scores.logp) if call.exact else None
@@ -82,12 +81,14 @@ def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParalle
     # reading the coefficients of a chunk synchronises, except on the CPU
     skip_zeros = run.compact and tokens.ids.device.type == "cpu"
     work = Work(
-        head, tokens, rows.gradient, with_entropy, run.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros,
+        head, tokens, tokens.ids[:0], with_entropy, run.max_scratch_bytes, needs=needs, skip_zeros=skip_zeros,
         only_logps=config.entropy_coef == 0,
     )  # fmt: skip
-
-    _score(engine, replace(work, rows=rows.scored_only), scores)
     chunk_rows = _chunk_rows(engine, work)
+    # waits for a GPU, which is then idle until the engine starts: all that can be done before it is above
+    rows = _choose_rows(local_batch, tokens.undecided, matters, config, call)
+    work = replace(work, rows=rows.gradient)
+    _score(engine, replace(work, rows=rows.scored_only), scores)
     has_whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
     chunks = None  # within which every coefficient can be computed; else all rows are scored first
     if config.token_alone:
