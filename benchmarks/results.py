@@ -70,11 +70,12 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         about["load"] = round(os.getloadavg()[0], 2)  # of other programs: a benchmark needs an idle machine
     else:
         about["architecture"] = architecture(torch.device(device))
+    given = os.environ.get("GRPO_FUSED_COMMIT")
     return about | {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        # for a copy of the tree without .git it can be given
-        "commit": _git("rev-parse", "--short", "HEAD") or os.environ.get("GRPO_FUSED_COMMIT", "unknown"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED)),
+        # for a copy of the tree whose .git is absent, or another commit's, it can be given
+        "commit": given or _git("rev-parse", "--short", "HEAD") or "unknown",
+        "dirty": given is None and bool(_git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED)),
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
     }

@@ -16,6 +16,7 @@ from grpo_fused.kernels import configs, head_configs, head_launch
 from grpo_fused.kernels.candidates import pair_products, segment_sums
 from grpo_fused.kernels.launch import TritonRows
 from grpo_fused.kernels.row_types import Coefficients, Extras, Rows, Statistics, Transform
+from grpo_fused.kernels.scale import scale
 from helpers import assert_same, frobenius_error, make_case, make_config, with_sets
 
 from grpo_fused import engines
@@ -277,6 +278,16 @@ def candidate_kernels(dtype, H=200):
     parts = (factor.double()[:, None] * a.double()[i]).split(offsets.diff().tolist())
     want = torch.stack([part.sum(0) for part in parts])
     torch.testing.assert_close(segment_sums(a, i, factor, offsets).double(), want, rtol=1e-5, atol=1e-5)
+
+
+def scaling(dtype, factor, count, rtol=0.0):
+    """As torch does it, in fp32; and nothing beside them is written."""
+    g = torch.Generator().manual_seed(0)
+    memory = torch.randn(count + 2, generator=g).to(dtype)
+    want = memory.clone()
+    want[:count] = (memory[:count].float() * factor.float()).to(dtype)
+    scale(memory[:count], factor)
+    torch.testing.assert_close(memory, want, rtol=rtol, atol=0, equal_nan=True)
 
 
 def assert_all_equal(one: list[Any], other: list[Any]) -> None:

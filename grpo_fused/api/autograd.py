@@ -29,6 +29,7 @@ from grpo_fused.call.calls import (
     tensors_of,
     with_tensors,
 )
+from grpo_fused.engines import triton
 from grpo_fused.engines.base import Tokens
 
 
@@ -250,6 +251,11 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return gradient.to(dtype)
     if gradient.is_cuda and gradient.dtype != dtype:  # one pass over memory; a CPU makes a copy for its `out`
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+    if _takes_kernels(gradient):
+        from grpo_fused.kernels.scale import scale
+
+        scale(gradient, factor)
+        return gradient.to(dtype)
     return gradient.mul_(factor).to(dtype)
 
 
@@ -303,6 +309,12 @@ def _is_batched(x: Tensor) -> bool:
 def _can_be_read(x: Tensor) -> bool:
     """Whether the value of `x` is there without waiting for a device: also not while a program is traced."""
     return x.device.type == "cpu" and type(x) is Tensor and torch._C._len_torch_dispatch_stack() == 0
+
+
+def _takes_kernels(x: Tensor) -> bool:
+    """Whether a kernel of Triton can write to `x`: not while a mode of torch looks for operators."""
+    plain = type(x) is Tensor and x.is_contiguous() and torch._C._len_torch_dispatch_stack() == 0
+    return plain and x.is_cuda and triton.unavailable(x.device, x.dtype) is None
 
 
 def _graph_is_freed() -> bool:

@@ -151,6 +151,15 @@ def test_a_score_does_not_depend_on_the_batch(H, V, softcap):
 
 
 @pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("upstream", [1.0, 0.3])
+def test_an_upstream_gradient(upstream, dtype, impl):
+    case = big_case(256, 903, 32003, dtype)
+    want = case.to(torch.float64).run(GRPOLossConfig(), impl="reference", upstream=upstream)
+    assert_close_to(want, case.run(GRPOLossConfig(), impl=impl, upstream=upstream), dtype, 903)
+
+
+@pytest.mark.parametrize("impl", ENGINES)
 def test_confident_tokens_are_exact(impl):
     """Targets so likely that the others' share is 0 in fp32: their logit is summed like the maximum."""
     weight = torch.randn(151936, 896, device="cuda").bfloat16()

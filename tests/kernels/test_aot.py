@@ -329,7 +329,7 @@ def test_key_kernels_take_no_more_than_before(evidence, head_evidence):
 
 def test_kernels_of_candidate_sets_do_not_spill(compilations, request):
     """All architectures and dtypes with --full."""
-    assert len(compilations["candidates"]) == (16 if request.config.getoption("--full") else 4)
+    assert len(compilations["candidates"]) == (24 if request.config.getoption("--full") else 6)
     for row in compilations["candidates"]:
         assert row["stack"] == 0, row
         assert row["registers"] <= 128, row

@@ -167,6 +167,12 @@ def test_masked_rows(driver, config, engine):
     cases.masked_rows(config, engine)
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize("dtype", [cases.BF16, cases.FP16, cases.FP32], ids=str)
+def test_scaling(driver, dtype, factor):
+    cases.scaling(dtype, torch.tensor(factor), 9001)
+
+
 @pytest.mark.gate(keep=lambda driver, dtype, width: dtype == cases.BF16 and width == 200)
 @pytest.mark.parametrize("width", [200, 77])
 @pytest.mark.parametrize("dtype", [cases.BF16, cases.FP16, cases.FP32], ids=str)
