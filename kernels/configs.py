@@ -17,7 +17,7 @@ class RowConfig(NamedTuple):
 
 
 # 4096 fp32 logits on 8 warps are 16 a thread: 16-byte loads and stores. `python -m benchmarks.aot` prints registers:
-# 30 to 96 a thread with options off and on, which leaves room for 8 to 2 programs an SM. Not measured on a GPU yet.
+# 30 to 96 a thread with options off and on, which leaves room for 8 to 2 programs an SM.
 ROW_CONFIGS = {
     "sm_80": RowConfig(4096, 8, True),
     "sm_86": RowConfig(4096, 8, True),

@@ -25,7 +25,7 @@ there, so `chunked` multiplies in fp32, at about a fifth of the rate."""
 def on_gpu(architecture: str, dtype: torch.dtype, width: int) -> str:
     """`triton` or `chunked` for products in `dtype` of hidden states [N, H] with H = `width`.
 
-    In fp32 the library's products are faster at every H; fp16 is not modelled on NVIDIA GPUs.
+    In fp32 the library's products are faster at every H; fp16 was not measured on NVIDIA GPUs.
     """
     widest = _measured().get(architecture, math.inf if architecture in UNMEASURED else 0)
     takes = dtype in UNMEASURED.get(architecture, (torch.bfloat16,)) and width <= widest

@@ -36,7 +36,7 @@ BRINGS = {
     "engine chunked": "library products on any device",
     "engine triton": "on a GPU scores without vocab-sized memory, bitwise the same in any batch",
     "Triton row kernels": "on a GPU the row work of chunked in one launch; torch operations without",
-    "CUDA row kernels": "on a GPU one read of each logit, by impl='cuda' only: not benchmarked on a GPU yet",
+    "CUDA row kernels": "on a GPU one read of each logit, by impl='cuda' only",
 }
 """What each engine and kernel is for."""
 
