@@ -135,6 +135,7 @@ def compile_variant(variant: Variant) -> Any:
         "HAS_DENTROPY": full and mode == 2, "HAS_ROW_OFFSETS": mode == 1, "TMA": config.tma, "EVEN_K": variant.even,
         "E_SCALE": 1.0, "UPCAST": False, "BLOCK_N": config.block_n,
         "BLOCK_V": config.block_v, "BLOCK_K": config.block_k, **({"out": None} if mode == 0 else {}),
+        **({"count_ptr": None} if mode == 2 else {}),
     }  # fmt: skip
     types = _types(kernel)
     for name, dtype, rows, cols in (
@@ -176,10 +177,15 @@ def _compile_small(variant: Variant) -> Any:
 
 def _types(kernel: Any) -> dict[str, str]:
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    return types | {"targets_ptr": "*i64"} | dict.fromkeys(("temperature", "logit_scale", "softcap"), "fp32")
+    return (
+        types
+        | {"targets_ptr": "*i64", "count_ptr": "*i64"}
+        | dict.fromkeys(("temperature", "logit_scale", "softcap"), "fp32")
+    )
 
 
-PER_TOKEN = {"targets_ptr", "temperature_ptr", "log_sum_ptr", "logp_ptr", "entropy_ptr", "dlogp_ptr", "dentropy_ptr"}
+PER_TOKEN = {"targets_ptr", "temperature_ptr", "log_sum_ptr", "logp_ptr", "entropy_ptr", "dlogp_ptr", "dentropy_ptr",
+             "count_ptr"}  # fmt: skip
 """Slices with any start address."""
 
 

@@ -73,6 +73,7 @@ def head_scores(
     with_entropy: bool,
     exponentials: Exponentials | None = None,
     extras: Extras = NOTHING,
+    count: Tensor | None = None,
     config: HeadConfig | None = None,
 ) -> Statistics:
     """Statistics of N rows, and their exponentials if there is room for them.
@@ -85,6 +86,7 @@ def head_scores(
         with_entropy: whether to compute entropies.
         exponentials: where E goes, N rows.
         extras: what a frozen weight has beside it.
+        count: 0-d int64, how many of the rows are wanted; the results of the others are undefined.
         config: in place of the table's, for tuning.
     """
     stats = Statistics.empty(hidden.shape[0], hidden.device, with_entropy)
@@ -99,12 +101,12 @@ def head_scores(
     )
     out, offsets = (None, None) if exponentials is None else (exponentials.values, exponentials.offsets)
     has_row_offsets = out is not None and out.dtype != torch.float16
-    near = _sampled_maxima(config, hidden, weight, extras, transform) if has_row_offsets else None
+    near = _sampled_maxima(config, hidden, weight, extras, transform, count) if has_row_offsets else None
     with device_of(hidden):
         _launch(
             config, hidden, weight, extras, out, transform, MODE=SCORE.value if out is None else EXPONENTIALS.value,
             max_ptr=part_max, rest_ptr=part_rest, moment_ptr=part_moment, offset_ptr=offsets, sampled_max_ptr=near,
-            WITH_ENTROPY=with_entropy, HAS_ROW_OFFSETS=has_row_offsets,
+            count_ptr=count, WITH_ENTROPY=with_entropy, HAS_ROW_OFFSETS=has_row_offsets,
         )  # fmt: skip
         finish = finish_config(hidden.device, hidden.dtype)
         each, *numbers = transform.numbers
@@ -193,7 +195,9 @@ def exponentials_factor(
     return factor
 
 
-def _sampled_maxima(config: HeadConfig, hidden: Tensor, weight: Tensor, extras: Extras, transform: Transform) -> Tensor:
+def _sampled_maxima(
+    config: HeadConfig, hidden: Tensor, weight: Tensor, extras: Extras, transform: Transform, count: Tensor | None
+) -> Tensor:
     """[N] the largest z of each row among as many columns as a tile has, spread over the vocabulary."""
     step = max(weight.shape[0] // config.block_v, 1)
     columns = slice(0, step * config.block_v, step)
@@ -202,14 +206,14 @@ def _sampled_maxima(config: HeadConfig, hidden: Tensor, weight: Tensor, extras: 
     with device_of(hidden):
         _launch(
             config, hidden, weight[columns], extras.rows(columns), None, transform._replace(bias=bias),
-            MODE=SCORE.value, max_ptr=maxima, rest_ptr=rest,
+            MODE=SCORE.value, max_ptr=maxima, rest_ptr=rest, count_ptr=count,
         )  # fmt: skip
     return maxima
 
 
 _POINTERS = (
     "targets_ptr", "max_ptr", "log_sum_ptr", "logp_ptr", "entropy_ptr", "dlogp_ptr", "dentropy_ptr", "sampled_max_ptr",
-    "rest_ptr", "moment_ptr", "offset_ptr",
+    "rest_ptr", "moment_ptr", "offset_ptr", "count_ptr",
 )  # fmt: skip
 
 

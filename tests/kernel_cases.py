@@ -194,6 +194,29 @@ def panels_and_splits(V=300):
     assert torch.equal(alone.logp, stats.logp[some])
 
 
+def first_rows(count, dtype=BF16, N=300, H=64, V=300):
+    """A number on the device says how many rows are scored: those get the same bits, panels after them are left."""
+    hidden, weight, targets, _ = head_of(N, H, V, dtype)
+    config = head_configs.head_config(weight, Transform())
+    rooms = [head_launch.Exponentials.empty(N, weight, dtype, config) for _ in range(2)]
+    for room in rooms:
+        room.values.fill_(7.0)
+    options = {"with_entropy": True, "config": config}
+    want = head_launch.head_scores(hidden, weight, targets, Transform(), exponentials=rooms[0], **options)
+    hidden[count:], targets[count:] = torch.nan, -100
+    arguments = hidden, weight, targets, Transform()
+    number = torch.tensor(count)
+    got = head_launch.head_scores(*arguments, exponentials=rooms[1], count=number, **options)
+    scored = head_launch.head_scores(*arguments, count=number, **options)
+    for one, two, other in zip(got, scored, want, strict=True):
+        assert torch.equal(one[:count], other[:count])
+        assert torch.equal(two[:count], other[:count])
+    for mine, other in zip(rooms[1][:2], rooms[0][:2], strict=True):
+        assert torch.equal(mine[:count], other[:count])
+    after = -(-count // config.block_n) * config.block_n
+    assert rooms[1].values[after:].eq(7.0).all()
+
+
 def results_of_all(dtype: torch.dtype = BF16) -> list[torch.Tensor]:
     """What every kernel writes, for comparisons of two ways to run them."""
     hidden, weight, targets, (dlogp, dentropy) = head_of(21, 80, 300, dtype)

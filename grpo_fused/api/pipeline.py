@@ -6,14 +6,16 @@
 - `top_entropy_quantile`: it depends on the whole batch. Score first.
 - If only hidden states have a gradient, the pass that scores first makes dlogp/dh, which coefficients multiply later.
 
-Rows are gathered once (`compact`): first those that may have a gradient, then those that are only scored. This is the
-only device synchronisation of a call; there is a second one if scoring comes first: clipped rows are then removed.
+Rows are gathered once (`compact`): first those that may have a gradient, then those that are only scored. Their numbers
+are the only thing that a call waits for on a device, which has work then if the engine can start without them; there is
+a second wait if scoring comes first: clipped rows are then removed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +34,15 @@ from grpo_fused.call.calls import (
 )
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.engines.alternatives import Alternatives, cut
-from grpo_fused.engines.base import Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
+from grpo_fused.engines.base import (
+    Engine,
+    Gradients,
+    StartingEngine,
+    TokenObjective,
+    Tokens,
+    Work,
+    even_chunks,
+)
 from grpo_fused.engines.divergence import DivergenceEngine, check_finite
 from grpo_fused.engines.products import rounded_bias
 from grpo_fused.kernels.row_types import Coefficients, Statistics
@@ -63,6 +73,20 @@ class _Rows(NamedTuple):
     sequence_lengths: list[int] | None
     """number of rows of each sequence among `gradient`, if known without another synchronisation"""
 
+    @classmethod
+    def of(cls, order: Tensor, counts: list[int], *, has_lengths: bool) -> _Rows:
+        """From the results of `_in_order`."""
+        first, last, *lengths = counts
+        return cls(order[:first], order[first:last], lengths if has_lengths else None)
+
+    @classmethod
+    def of_all(cls, call: LossCall) -> _Rows:
+        """All positions."""
+        layout = layout_of(call)
+        everything = torch.arange(layout.num_tokens, device=call.hidden_states.device)
+        lengths = [layout.shape[1]] * layout.num_sequences if layout.cu_seqlens is None else None
+        return cls(everything, everything[:0], lengths)
+
 
 def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParallel | None = None) -> LossParts:
     """Loss, scores, metrics and gradients of one call; `ranks` have other tokens of the batch."""
@@ -85,11 +109,19 @@ def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParalle
         only_logps=config.entropy_coef == 0,
     )  # fmt: skip
     chunk_rows = _chunk_rows(engine, work)
-    # waits for a GPU, which is then idle until the engine starts: all that can be done before it is above
-    rows = _choose_rows(local_batch, tokens.undecided, matters, config, call)
+    has_whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
+    in_one_pass = needs.any() and (config.token_alone or (has_whole_sequences and not config.needs_batch))
+    started = None
+    if run.compact:
+        order, counts = _in_order(local_batch, tokens.undecided, matters, config, call)
+        read = _copied(counts)
+        if in_one_pass and isinstance(engine, StartingEngine):
+            started = engine.start(replace(work, rows=order), counts[0])
+        rows = _Rows.of(order, read(), has_lengths=config.needs_sequence)  # the synchronisation of the call
+    else:
+        rows = _Rows.of_all(call)
     work = replace(work, rows=rows.gradient)
     _score(engine, replace(work, rows=rows.scored_only), scores)
-    has_whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
     chunks = None  # within which every coefficient can be computed; else all rows are scored first
     if config.token_alone:
         chunks = even_chunks(len(rows.gradient), chunk_rows)
@@ -100,7 +132,7 @@ def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParalle
         # the only chunk's coefficients are those of the call: then the objective is evaluated once
         once = len(chunks) == 1 and ranks is None and tokens.candidates is None and divergence is None
         objective = TokenObjective(local_batch, rows.gradient, config, scores if once else None)
-        statistics, gradients = engine.fused(replace(work, chunks=chunks, coefficients=objective))
+        statistics, gradients = engine.fused(replace(work, chunks=chunks, coefficients=objective, started=started))
         _place(statistics, work, scores)
         result = objective.result
     else:
@@ -213,13 +245,24 @@ def run_logprobs(
     """Scores of all N positions, log-probs of all alternatives and, if requested, dlogp/dh [N, H]; 0 where masked."""
     head, run = _head(call), call.run
     scores = _no_scores(tokens, head.statistics_dtype, call.with_entropy)
-    rows = tokens.undecided.nonzero().squeeze(1) if run.compact else _everything(tokens)
     candidate_z = None if alternatives is None else alternatives.candidate_z
     work = Work(
-        head, tokens, rows, call.with_entropy, run.max_scratch_bytes, candidate_z=candidate_z,
+        head, tokens, tokens.ids[:0], call.with_entropy, run.max_scratch_bytes, candidate_z=candidate_z,
         needs=HIDDEN_ALONE if call.with_dhidden else NO_GRADIENT, only_logps=call.with_dhidden,
     )  # fmt: skip
-    made = _score_first(engine, work, scores)
+    started = None
+    if not run.compact:
+        rows = _everything(tokens)
+    elif isinstance(engine, StartingEngine):
+        order = tokens.undecided.to(torch.int8).sort(stable=True, descending=True).indices
+        count = tokens.undecided.sum()
+        read = _copied(count)
+        started = engine.start(replace(work, rows=order), count)
+        rows = order[: read()]
+    else:
+        rows = tokens.undecided.nonzero().squeeze(1)
+    work = replace(work, rows=rows)
+    made = _score_first(engine, work, scores, started=started)
     if alternatives is None:
         return scores, scores.logp.new_empty(0), None if made is None else made.hidden
     logps = scores.logp.new_zeros(len(alternatives.sets.ids))
@@ -266,17 +309,39 @@ def clean_coefficients(
     return dlogp, None if dentropies is None else torch.where(mask, dentropies.reshape(-1).to(dtype), zero)
 
 
+def _copied(numbers: Tensor) -> Callable[[], Any]:
+    """Copy numbers to the host; returns their `tolist`, which waits for them and not for what is launched after.
+
+    So a GPU has work while the host waits, if something is launched before they are read.
+    """
+    if not numbers.is_cuda or torch._C._len_torch_dispatch_stack() > 0:
+        return numbers.tolist
+    copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    copy.copy_(numbers, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record(torch.cuda.current_stream(numbers.device))
+
+    def read() -> Any:
+        there.synchronize()
+        return copy.tolist()
+
+    return read
+
+
 def _score(engine: Engine, work: Work, scores: Statistics) -> None:
     """Score the rows of `work`, one product, into `scores` of all N positions."""
     if work.rows.shape[0]:
         _place(work.tokens.merged(work.rows, engine.score(work)), work, scores)
 
 
-def _score_first(engine: Engine, work: Work, scores: Statistics, *, early: bool = True) -> Gradients | None:
+def _score_first(
+    engine: Engine, work: Work, scores: Statistics, *, early: bool = True, started: Any = None
+) -> Gradients | None:
     """Score the rows of `work` into `scores`.
 
     If only dlogp/dh [N, H] will be needed, it is made in the same pass, and returned, where `early` allows.
     """
+    work = replace(work, started=started)
     if not early or work.needs != HIDDEN_ALONE or not work.only_logps:
         _score(engine, work, scores)
         return None
@@ -350,15 +415,13 @@ def sequence_chunks(lengths: list[int], chunk_rows: int) -> tuple[slice, ...] | 
     return (*chunks, slice(start, stop)) if stop > start else tuple(chunks)
 
 
-def _choose_rows(
+def _in_order(
     batch: TokenBatch, undecided: Tensor, matters: Tensor, config: GRPOLossConfig, call: LossCall
-) -> _Rows:
-    if not call.run.compact:
-        layout = layout_of(call)
-        everything = torch.arange(layout.num_tokens, device=batch.mask.device)
-        lengths = [layout.shape[1]] * layout.num_sequences if layout.cu_seqlens is None else None
-        return _Rows(everything, everything[:0], lengths)
+) -> tuple[Tensor, Tensor]:
+    """All positions, first those with a gradient, then those that are only scored; and numbers, on the device.
 
+    These are the rows with a gradient, with either, and, if the objective takes sequences, those of each sequence.
+    """
     # the entropy quantile is taken over all active tokens, so all of them are scored
     matters = matters & undecided
     scored = undecided if call.with_metrics or config.needs_batch else matters
@@ -368,8 +431,7 @@ def _choose_rows(
     counts = chosen.sum(1)
     if config.needs_sequence:
         counts = torch.cat([counts, batch.sequence_sum(gradient.to(torch.float32)).to(torch.int64)])
-    first, last, *lengths_of = counts.tolist()  # the synchronisation of the call
-    return _Rows(order[:first], order[first:last], lengths_of if config.needs_sequence else None)
+    return order, counts
 
 
 def _everything(tokens: Tokens) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -211,6 +211,8 @@ class Work:
     """whether the coefficients, once they are known, will be of the targets' log-probs alone"""
     candidate_z: Tensor | None = None
     """[K] z of each candidate, which `CandidateEngine` writes: where alternatives are read from"""
+    started: Any = None
+    """what `StartingEngine.start` has made for these rows, or None"""
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Each chunk, and its positions."""
@@ -250,5 +252,23 @@ class Engine(Protocol):
         """Scores of the rows and the gradients of their coefficients, chunk by chunk: three head products.
 
         Scores are `Tokens.merged` before coefficients are computed; `Tokens.gradient_targets` has the targets.
+        """
+        ...
+
+
+@runtime_checkable
+class StartingEngine(Engine, Protocol):
+    """An engine that can score rows whose number only the device knows yet."""
+
+    def start(self, work: Work, count: Tensor) -> Any:
+        """Launch the scores of the first `count` of the rows, and what `fused` needs of them if there are gradients.
+
+        Args:
+            work: without chunks and coefficients; its rows are more than are wanted.
+            count: 0-d int64, on the device.
+
+        Returns:
+            `Work.started` of the same work on the first `count` rows, in one chunk; None if that does not fit, and
+            then nothing was launched.
         """
         ...

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
 from grpo_fused.kernels.configs import padded
 from grpo_fused.kernels.head_configs import HeadConfig, aligned_width, head_config
 from grpo_fused.kernels.row_types import BYTES, NOTHING, Extras, Statistics
+
+if TYPE_CHECKING:
+    from grpo_fused.kernels import head_launch
 
 ROW_MULTIPLE = 128
 """Chunks of a multiple fill the kernel's token panels."""
@@ -51,6 +55,19 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     return "Triton needs a GPU (or TRITON_INTERPRET=1, to test on the CPU)"
 
 
+class _Started(NamedTuple):
+    """What `TritonEngine.fused` works with; and scores, if they were made before the number of rows was known."""
+
+    head: LMHead
+    """its weight in the compute dtype"""
+    weight: Tensor
+    extras: Extras
+    slab: head_launch.Exponentials | None
+    hidden: Tensor | None = None
+    """[N, H] states of the rows, as kernels take them"""
+    stats: Statistics | None = None
+
+
 class TritonEngine:
     """See the module."""
 
@@ -67,14 +84,30 @@ class TritonEngine:
         scratch = rows * _row_bytes(head) + _widened_bytes(head)
         return Cost(3.0 if head.softcap is None else 4.0, scratch, GradientSums.accumulator_bytes(head, dtype))
 
+    def start(self, work: Work, count: Tensor) -> _Started | None:
+        """See `StartingEngine.start`."""
+        from grpo_fused.kernels import head_launch
+
+        tokens, rows, stores = work.tokens, work.rows, work.needs.any()
+        most = self.chunk_rows(work.head, work.one_chunk_of, work.max_scratch_bytes) if stores else self._scored(work)
+        if rows.shape[0] > most or tokens.vocab is not None or (stores and work.head.softcap is not None):
+            return None
+        started = self._prepared(work) if stores else _Started(work.head, *_weight(work.head), None)
+        hidden = head_launch.aligned(started.head.operand(tokens.hidden_rows(rows)))
+        stats = head_launch.head_scores(
+            hidden, started.weight, tokens.target_rows(rows), tokens.transform(started.head, rows),
+            with_entropy=work.with_entropy, exponentials=started.slab, extras=started.extras, count=count,
+        )  # fmt: skip
+        return started._replace(hidden=hidden, stats=stats)
+
     def score(self, work: Work) -> Statistics:
         """See `Engine.score`; scratch holds the rows' hidden states and partial statistics."""
         from grpo_fused.kernels import head_launch
 
-        head, tokens, rows = work.head, work.tokens, work.rows
+        head, tokens, rows, count = work.head, work.tokens, work.rows, self._scored(work)
+        if work.started is not None:
+            return work.started.stats.select(slice(0, rows.shape[0]))
         weight, extras = _weight(head)
-        partials, _ = _statistics_bytes(head)
-        count = self._rows_of(head, partials + _copies_bytes(head), work.max_scratch_bytes, _terms_bytes(head))
         parts = []
         for start in range(0, rows.shape[0], count):
             part = rows[start : start + count]
@@ -91,20 +124,24 @@ class TritonEngine:
         """See `Engine.fused`."""
         from grpo_fused.kernels import head_launch
 
-        tokens, head = work.tokens, products.rounded_weight(work.head)
-        weight, extras = _weight(head)
+        tokens, started = work.tokens, work.started or self._prepared(work)
+        head, weight, extras, slab = started[:4]
+        assert slab is not None  # it is None in a start that only scores
         stores = work.known is None and head.softcap is None
-        reserved = slab_rows(work, self.chunk_rows(work.head, work.one_chunk_of, work.max_scratch_bytes))
-        slab = head_launch.Exponentials.empty(reserved, weight, gradient_dtype(head), _config(head))
         dtype = GradientSums.weight_dtype(self, work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums = GradientSums(head, tokens, work.needs, dtype)
         parts = []
         for part, taken in work.parts():
-            hidden = head_launch.aligned(head.operand(tokens.hidden_rows(taken)))
             transform, place = tokens.transform(head, taken), slab.rows(taken.shape[0])
             targets = tokens.target_rows(taken)
+            if started.hidden is None:
+                hidden = head_launch.aligned(head.operand(tokens.hidden_rows(taken)))
+            else:
+                hidden = started.hidden[part]
             if work.known is not None:
                 stats = work.known.select(part)
+            elif started.stats is not None:
+                stats = started.stats.select(part)
             else:
                 stats = head_launch.head_scores(
                     hidden, weight, targets, transform, with_entropy=work.with_entropy,
@@ -126,6 +163,21 @@ class TritonEngine:
                 entries.put(place.values)
             sums.add(taken, hidden[:, : head.width], place.values, scale, factor)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
+
+    def _prepared(self, work: Work) -> _Started:
+        from grpo_fused.kernels import head_launch
+
+        head = products.rounded_weight(work.head)
+        weight, extras = _weight(head)
+        reserved = slab_rows(work, self.chunk_rows(work.head, work.one_chunk_of, work.max_scratch_bytes))
+        slab = head_launch.Exponentials.empty(reserved, weight, gradient_dtype(head), _config(head))
+        return _Started(head, weight, extras, slab)
+
+    def _scored(self, work: Work) -> int:
+        """Rows that are scored at a time."""
+        head = work.head
+        partials, _ = _statistics_bytes(head)
+        return self._rows_of(head, partials + _copies_bytes(head), work.max_scratch_bytes, _terms_bytes(head))
 
     def _rows_of(self, head: LMHead, bytes_each: int, max_scratch_bytes: int | None, once: int = 0) -> int:
         count = (scratch_budget(head.weight.device, max_scratch_bytes) - once) // bytes_each

@@ -9,6 +9,8 @@ import torch
 from helpers import make_case, make_config
 
 pytest.importorskip("triton")
+
+import kernel_cases
 from grpo_fused.kernels import head_launch
 from grpo_fused.kernels.head_configs import (
     CANDIDATES,
@@ -47,6 +49,12 @@ def test_scores(shape, config, exponentials):
         assert (powers - powers.round()).abs().max() < 1e-4
         assert room.offsets.eq(room.offsets[:, :1]).all(), "one of the row, near the maximum of some columns"
         assert room.offsets[:, 0].double().sub(z.amax(1)).max() <= math.log(2.0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_first_rows(dtype, count):
+    kernel_cases.first_rows(count, dtype, N=100)
 
 
 @pytest.mark.gate(keep=lambda option, dtype: dtype == torch.float32 or option == "all")

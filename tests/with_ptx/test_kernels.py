@@ -167,6 +167,11 @@ def test_masked_rows(driver, config, engine):
     cases.masked_rows(config, engine)
 
 
+@pytest.mark.parametrize("count", [0, 128, 150])
+def test_first_rows(driver, count):
+    cases.first_rows(count)
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", [cases.BF16, cases.FP16, cases.FP32], ids=str)
 def test_scaling(driver, dtype, factor):
