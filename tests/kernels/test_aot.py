@@ -259,7 +259,7 @@ for tokens, temperature in ((1, 1.0), (4096, 0.7), (70000, 0.31), (17, 2.0)):
     panels, numbers = -(-tokens // 128), (temperature, 1.0, 1.0)
     for mode in (0, 1, 2):
         head.head_fwd_kernel.warmup(b, b, b if mode else None, None, None, None, None, ids, None, row, row, row, row, row, None,
-            f if mode == 1 else None, f, f, f, 896, 896, 0, 151936, tokens, 151936, 896, 0, panels, 73, 119, 10, 1187, *numbers,
+            f if mode == 1 else None, f, f, f, None if mode == 2 else ids, 896, 896, 0, 151936, tokens, 151936, 896, 0, panels, 73, 119, 10, 1187, *numbers,
             MODE=mode, FP8=False, MORE_STEPS=0, HAS_ROW_SCALE=False, WITH_ENTROPY=True, E_SCALE=1.0,
             HAS_DENTROPY=False, HAS_ROW_OFFSETS=mode == 1, TMA=False, EVEN_K=True, BLOCK_N=128, BLOCK_V=64,
             BLOCK_K=64, num_stages=3, grid=(panels * 119,), **flags)
