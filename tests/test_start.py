@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import assert_same, make_case, make_config
@@ -88,9 +90,45 @@ def test_where_it_waits(dtype, options, log):
     assert log == ["copy", "not started", "wait"]
 
 
+def test_a_slice_of_the_vocabulary_waits(monkeypatch):
+    """Its scores are merged with those of other ranks."""
+    engine, given = engines.engine("triton"), []
+    start = engine.start
+    monkeypatch.setattr(engine, "start", lambda work, count: given.append((work, count)), raising=False)
+    make_case(3, B=5, T=16, V=300, dtype=torch.bfloat16).run(CONFIGS["token"], impl="triton")
+    ((work, count),) = given
+    assert start(work, count) is not None
+    assert start(replace(work, tokens=work.tokens._replace(vocab=object())), count) is None
+
+
 @pytest.mark.parametrize(("name", "options"), [("quantile", {}), ("token", {"compact": False})], ids=str)
 def test_where_nothing_is_started(name, options, log):
     """All rows are scored first, or none is left out."""
-    case = make_case(3, B=5, T=16, V=300, dtype=torch.float32)
+    case = make_case(3, B=5, T=16, V=300, dtype=torch.bfloat16)
     case.run(CONFIGS[name], impl="triton", **options)
-    assert "start" not in log
+    assert not {"start", "not started"} & set(log)
+
+
+@pytest.mark.parametrize("what", ["loss", "log-probs"])
+def test_the_product_is_taken_once(what, monkeypatch):
+    """For the rows with a gradient, or the active ones."""
+    from grpo_fused.kernels import head_launch
+
+    case, counts = make_case(3, B=5, T=16, V=300, dtype=torch.bfloat16, masked=0.3), []
+    case.advantages[0] = 0.0
+    real = head_launch.head_scores
+
+    def seen(hidden, *arguments, count=None, **options):
+        counts.append((len(hidden), None if count is None else int(count)))
+        return real(hidden, *arguments, count=count, **options)
+
+    monkeypatch.setattr(head_launch, "head_scores", seen)
+    active = case.completion_mask.sum(1)
+    if what == "loss":
+        case.run(make_config("dapo"), impl="triton")
+        assert counts == [(80, int(active[1:].sum())), (int(active[0]), None)]  # the metrics need the others' scores
+    else:
+        fused_linear_logprobs(
+            case.hidden_states, case.lm_head_weight, case.completion_ids, case.completion_mask, impl="triton"
+        )
+        assert counts == [(80, int(active.sum()))]
