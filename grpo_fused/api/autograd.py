@@ -251,7 +251,7 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return gradient.to(dtype)
     if gradient.is_cuda and gradient.dtype != dtype:  # one pass over memory; a CPU makes a copy for its `out`
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-    if _takes_kernels(gradient):
+    if _takes_kernels(gradient) and factor.device == gradient.device:
         from grpo_fused.kernels.scale import scale
 
         scale(gradient, factor)
