@@ -255,6 +255,7 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         from grpo_fused.kernels.scale import scale
 
         scale(gradient, factor)
+        torch.autograd.graph.increment_version(gradient)
         return gradient.to(dtype)
     return gradient.mul_(factor).to(dtype)
 

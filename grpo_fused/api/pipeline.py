@@ -37,6 +37,7 @@ from grpo_fused.engines.alternatives import Alternatives, cut
 from grpo_fused.engines.base import (
     Engine,
     Gradients,
+    Started,
     StartingEngine,
     TokenObjective,
     Tokens,
@@ -116,12 +117,13 @@ def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParalle
         order, counts = _in_order(local_batch, tokens.undecided, matters, config, call)
         read = _copied(counts)
         if in_one_pass and isinstance(engine, StartingEngine):
-            started = engine.start(replace(work, rows=order), counts[0])
+            started = engine.start(replace(work, rows=order), counts[1])
         rows = _Rows.of(order, read(), has_lengths=config.needs_sequence)  # the synchronisation of the call
     else:
         rows = _Rows.of_all(call)
     work = replace(work, rows=rows.gradient)
-    _score(engine, replace(work, rows=rows.scored_only), scores)
+    after = None if started is None else Started(started.stats.select(slice(len(rows.gradient), None)))
+    _score(engine, replace(work, rows=rows.scored_only, started=after), scores)
     chunks = None  # within which every coefficient can be computed; else all rows are scored first
     if config.token_alone:
         chunks = even_chunks(len(rows.gradient), chunk_rows)
@@ -316,7 +318,7 @@ def _copied(numbers: Tensor) -> Callable[[], Any]:
     """
     if not numbers.is_cuda or torch._C._len_torch_dispatch_stack() > 0:
         return numbers.tolist
-    copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
     copy.copy_(numbers, non_blocking=True)
     there = torch.cuda.Event()
     there.record(torch.cuda.current_stream(numbers.device))
@@ -330,12 +332,14 @@ def _copied(numbers: Tensor) -> Callable[[], Any]:
 
 def _score(engine: Engine, work: Work, scores: Statistics) -> None:
     """Score the rows of `work`, one product, into `scores` of all N positions."""
-    if work.rows.shape[0]:
-        _place(work.tokens.merged(work.rows, engine.score(work)), work, scores)
+    count = work.rows.shape[0]
+    if count:
+        stats = engine.score(work) if work.started is None else work.started.stats.select(slice(0, count))
+        _place(work.tokens.merged(work.rows, stats), work, scores)
 
 
 def _score_first(
-    engine: Engine, work: Work, scores: Statistics, *, early: bool = True, started: Any = None
+    engine: Engine, work: Work, scores: Statistics, *, early: bool = True, started: Started | None = None
 ) -> Gradients | None:
     """Score the rows of `work` into `scores`.
 

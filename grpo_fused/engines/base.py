@@ -189,6 +189,15 @@ def no_coefficients(part: slice | Tensor, stats: Statistics) -> Coefficients:
     raise AssertionError("scoring uses no coefficients")
 
 
+class Started(NamedTuple):
+    """Results that were launched before the host knew for how many rows."""
+
+    stats: Statistics
+    """of all rows of that work; undefined after those that were wanted"""
+    rest: Any = None
+    """what `fused` takes of them, if there are gradients"""
+
+
 @dataclass(frozen=True)
 class Work:
     """The work of an engine: `Engine.score` reads the first five fields, `Engine.fused` all."""
@@ -211,8 +220,8 @@ class Work:
     """whether the coefficients, once they are known, will be of the targets' log-probs alone"""
     candidate_z: Tensor | None = None
     """[K] z of each candidate, which `CandidateEngine` writes: where alternatives are read from"""
-    started: Any = None
-    """what `StartingEngine.start` has made for these rows, or None"""
+    started: Started | None = None
+    """what `StartingEngine.start` has made for these rows and more"""
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Each chunk, and its positions."""
@@ -260,7 +269,7 @@ class Engine(Protocol):
 class StartingEngine(Engine, Protocol):
     """An engine that can score rows whose number only the device knows yet."""
 
-    def start(self, work: Work, count: Tensor) -> Any:
+    def start(self, work: Work, count: Tensor) -> Started | None:
         """Launch the scores of the first `count` of the rows, and what `fused` needs of them if there are gradients.
 
         Args:
@@ -268,7 +277,7 @@ class StartingEngine(Engine, Protocol):
             count: 0-d int64, on the device.
 
         Returns:
-            `Work.started` of the same work on the first `count` rows, in one chunk; None if that does not fit, and
-            then nothing was launched.
+            `Work.started` of the same work on some of the first `count` rows from the first on, in one chunk; None if
+            that does not fit, and then nothing was launched.
         """
         ...

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import products
-from grpo_fused.engines.base import Cost, Gradients, Work
+from grpo_fused.engines.base import Cost, Gradients, Started, Work
 from grpo_fused.engines.gradients import GradientSums, lifted, one_chunk_budget, slab_rows, takes_factors
 from grpo_fused.engines.products import gradient_dtype
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
@@ -55,8 +55,8 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     return "Triton needs a GPU (or TRITON_INTERPRET=1, to test on the CPU)"
 
 
-class _Started(NamedTuple):
-    """What `TritonEngine.fused` works with; and scores, if they were made before the number of rows was known."""
+class _Prepared(NamedTuple):
+    """What `TritonEngine.fused` works with."""
 
     head: LMHead
     """its weight in the compute dtype"""
@@ -64,8 +64,7 @@ class _Started(NamedTuple):
     extras: Extras
     slab: head_launch.Exponentials | None
     hidden: Tensor | None = None
-    """[N, H] states of the rows, as kernels take them"""
-    stats: Statistics | None = None
+    """states of the rows as kernels take them, if the work was started"""
 
 
 class TritonEngine:
@@ -84,7 +83,7 @@ class TritonEngine:
         scratch = rows * _row_bytes(head) + _widened_bytes(head)
         return Cost(3.0 if head.softcap is None else 4.0, scratch, GradientSums.accumulator_bytes(head, dtype))
 
-    def start(self, work: Work, count: Tensor) -> _Started | None:
+    def start(self, work: Work, count: Tensor) -> Started | None:
         """See `StartingEngine.start`."""
         from grpo_fused.kernels import head_launch
 
@@ -93,21 +92,19 @@ class TritonEngine:
         refused = tokens.vocab is not None or (stores and work.head.softcap is not None)
         if refused or rows.shape[0] > most or work.head.compute_dtype == torch.float32:  # `head_scores` says why
             return None
-        started = self._prepared(work) if stores else _Started(work.head, *_weight(work.head), None)
-        hidden = head_launch.aligned(started.head.operand(tokens.hidden_rows(rows)))
+        made = self._prepared(work) if stores else _Prepared(work.head, *_weight(work.head), None)
+        hidden = head_launch.aligned(made.head.operand(tokens.hidden_rows(rows)))
         stats = head_launch.head_scores(
-            hidden, started.weight, tokens.target_rows(rows), tokens.transform(started.head, rows),
-            with_entropy=work.with_entropy, exponentials=started.slab, extras=started.extras, count=count,
+            hidden, made.weight, tokens.target_rows(rows), tokens.transform(made.head, rows),
+            with_entropy=work.with_entropy, exponentials=made.slab, extras=made.extras, count=count,
         )  # fmt: skip
-        return started._replace(hidden=hidden, stats=stats)
+        return Started(stats, made._replace(hidden=hidden) if stores else None)
 
     def score(self, work: Work) -> Statistics:
         """See `Engine.score`; scratch holds the rows' hidden states and partial statistics."""
         from grpo_fused.kernels import head_launch
 
         head, tokens, rows, count = work.head, work.tokens, work.rows, self._scored(work)
-        if work.started is not None:
-            return work.started.stats.select(slice(0, rows.shape[0]))
         weight, extras = _weight(head)
         parts = []
         for start in range(0, rows.shape[0], count):
@@ -125,9 +122,9 @@ class TritonEngine:
         """See `Engine.fused`."""
         from grpo_fused.kernels import head_launch
 
-        tokens, started = work.tokens, work.started or self._prepared(work)
-        head, weight, extras, slab = started[:4]
-        assert slab is not None  # it is None in a start that only scores
+        tokens, started = work.tokens, work.started
+        head, weight, extras, slab, hidden_rows = self._prepared(work) if started is None else started.rest
+        assert slab is not None  # it is None only in a start without gradients
         stores = work.known is None and head.softcap is None
         dtype = GradientSums.weight_dtype(self, work.head, tokens.most_chunks_of, work.max_scratch_bytes)
         sums = GradientSums(head, tokens, work.needs, dtype)
@@ -135,13 +132,13 @@ class TritonEngine:
         for part, taken in work.parts():
             transform, place = tokens.transform(head, taken), slab.rows(taken.shape[0])
             targets = tokens.target_rows(taken)
-            if started.hidden is None:
+            if hidden_rows is None:
                 hidden = head_launch.aligned(head.operand(tokens.hidden_rows(taken)))
             else:
-                hidden = started.hidden[part]
+                hidden = hidden_rows[part]
             if work.known is not None:
                 stats = work.known.select(part)
-            elif started.stats is not None:
+            elif started is not None:
                 stats = started.stats.select(part)
             else:
                 stats = head_launch.head_scores(
@@ -165,14 +162,14 @@ class TritonEngine:
             sums.add(taken, hidden[:, : head.width], place.values, scale, factor)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 
-    def _prepared(self, work: Work) -> _Started:
+    def _prepared(self, work: Work) -> _Prepared:
         from grpo_fused.kernels import head_launch
 
         head = products.rounded_weight(work.head)
         weight, extras = _weight(head)
         reserved = slab_rows(work, self.chunk_rows(work.head, work.one_chunk_of, work.max_scratch_bytes))
         slab = head_launch.Exponentials.empty(reserved, weight, gradient_dtype(head), _config(head))
-        return _Started(head, weight, extras, slab)
+        return _Prepared(head, weight, extras, slab)
 
     def _scored(self, work: Work) -> int:
         """Rows that are scored at a time."""

@@ -167,11 +167,13 @@ def test_masked_rows(driver, config, engine):
     cases.masked_rows(config, engine)
 
 
+@pytest.mark.gate(keep=lambda driver, count: (driver, count) == ("sm_90", 128))
 @pytest.mark.parametrize("count", [0, 128, 150])
 def test_first_rows(driver, count):
     cases.first_rows(count)
 
 
+@pytest.mark.gate(keep=lambda driver, dtype, factor: (driver, dtype, factor) == ("sm_90", cases.BF16, 0.3))
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", [cases.BF16, cases.FP16, cases.FP32], ids=str)
 def test_scaling(driver, dtype, factor):
