@@ -49,8 +49,9 @@ def cache_flush(device: str) -> Callable[[], object] | None:
 def busy_gpu(device: str) -> Callable[[], object] | None:
     """Products that take an H100 12 ms, then `cache_flush`; nothing on a CPU.
 
-    As after a model's forward pass: the host is ahead of the device, whose clocks are those of work. A chip that has
-    rested runs products faster for a moment: an H100 by 12 %, seen where `bare` came after a call that left it idle.
+    As after a model's forward pass: the host is ahead of the device, and the device has the clocks that it has under
+    load. After a rest it runs products faster for a moment: an H100 by 12 %, where `bare` followed a call that left it
+    idle.
     """
     flush = cache_flush(device)
     if flush is None:

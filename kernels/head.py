@@ -285,8 +285,8 @@ def head_fwd_kernel(
     `x`, `w` and `out` are tensor descriptors with TMA, else pointers. With MORE_STEPS `more_ptr` has C columns, whose
     hidden states follow the H of `w` in `x_ptr`, the pointer of `x`. Partial statistics go to
     [splits, N]: maxima to `max_ptr`, rests to `rest_ptr`, moments to `moment_ptr` (DLOGITS reads [N] from `max_ptr`).
-    With `HAS_ROW_OFFSETS`, `sampled_max_ptr` has the maxima [N] of the sampled columns. Panels
-    from row `count_ptr` on, if that is given, are not multiplied.
+    With `HAS_ROW_OFFSETS`, `sampled_max_ptr` has the maxima [N] of the sampled columns. `count_ptr` is
+    None or has a number of rows: panels that start after them are not multiplied.
     """
     k_steps = tl.cdiv(H, BLOCK_K)
     for item in tl.range(tl.program_id(0), panels * splits, tl.num_programs(0)):

@@ -35,6 +35,16 @@ def test_programs_share_a_file(tmp_path):
     assert [path.name for path in out.parent.iterdir()] == ["r.json"], "no partial file stays"
 
 
+@pytest.mark.parametrize(("given", "dirty"), [("1234567", False), (None, True)])
+def test_a_commit_that_is_given_comes_before_that_of_git(given, dirty, monkeypatch):
+    monkeypatch.setattr(results, "_git", lambda *arguments: "abcdefg")
+    monkeypatch.delenv("GRPO_FUSED_COMMIT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GRPO_FUSED_COMMIT", given)
+    about = results.machine.__wrapped__()
+    assert (about["commit"], about["dirty"]) == (given or "abcdefg", dirty)
+
+
 def test_a_file_is_of_one_commit(tmp_path, monkeypatch):
     out = tmp_path / "r.json"
     record("loss", {}, out=out)

@@ -24,6 +24,15 @@ def test_passes(capsys):
     assert sum("candidate sets" in line for line in checks) == 3 * len(names)
 
 
+def test_the_bound_of_a_loss_covers_errors_of_one_sign():
+    """The weights of vespo have no gradient, and change with the log-probs."""
+    problem = check.problem_of(torch.float64)
+    allowed = {
+        name: problem.bounds(GRPOLossConfig(loss_type=name), torch.float16)["loss"] for name in ("dapo", "vespo")
+    }
+    assert allowed["dapo"] < 1e-4 < allowed["vespo"] < 1e-3
+
+
 def test_covers_every_option():
     configs = [check.GRPOLossConfig(**options) for options in check.OBJECTIVES.values()]
     assert {config.loss_type for config in configs} == set(LOSS_TYPES)

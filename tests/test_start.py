@@ -37,14 +37,14 @@ def log(monkeypatch):
         return made
 
     monkeypatch.setattr(pipeline, "_copied", copy)
-    monkeypatch.setattr(engine, "start", begin, raising=False)
+    monkeypatch.setattr(engine, "start", begin)
     return found
 
 
 def waiting(case, monkeypatch, config, **options):
     """Without a start."""
     with monkeypatch.context() as patch:
-        patch.setattr(engines.engine("triton"), "start", lambda work, count: None, raising=False)
+        patch.setattr(engines.engine("triton"), "start", lambda work, count: None)
         return case.run(config, impl="triton", **options)
 
 
@@ -65,7 +65,7 @@ def test_logprobs(with_dhidden, log, monkeypatch):
     found = []
     for starts in (True, False):
         if not starts:
-            monkeypatch.setattr(engines.engine("triton"), "start", lambda work, count: None, raising=False)
+            monkeypatch.setattr(engines.engine("triton"), "start", lambda work, count: None)
         hidden = case.hidden_states.clone().requires_grad_(with_dhidden)
         out = fused_linear_logprobs(
             hidden, case.lm_head_weight, case.completion_ids, case.completion_mask, impl="triton", with_entropy=False
@@ -95,7 +95,7 @@ def test_a_slice_of_the_vocabulary_waits(monkeypatch):
     """Its scores are merged with those of other ranks."""
     engine, given = engines.engine("triton"), []
     start = engine.start
-    monkeypatch.setattr(engine, "start", lambda work, count: given.append((work, count)), raising=False)
+    monkeypatch.setattr(engine, "start", lambda work, count: given.append((work, count)))
     make_case(3, B=5, T=16, V=300, dtype=torch.bfloat16).run(CONFIGS["token"], impl="triton")
     ((work, count),) = given
     assert start(work, count) is not None

@@ -88,7 +88,9 @@ class TritonEngine:
         from grpo_fused.kernels import head_launch
 
         tokens, rows, stores = work.tokens, work.rows, work.needs.any()
-        most = self.chunk_rows(work.head, work.one_chunk_of, work.max_scratch_bytes) if stores else self._scored(work)
+        most = (
+            self.chunk_rows(work.head, work.one_chunk_of, work.max_scratch_bytes) if stores else self._score_rows(work)
+        )
         refused = tokens.vocab is not None or (stores and work.head.softcap is not None)
         if refused or rows.shape[0] > most or work.head.compute_dtype == torch.float32:  # `head_scores` says why
             return None
@@ -104,7 +106,7 @@ class TritonEngine:
         """See `Engine.score`; scratch holds the rows' hidden states and partial statistics."""
         from grpo_fused.kernels import head_launch
 
-        head, tokens, rows, count = work.head, work.tokens, work.rows, self._scored(work)
+        head, tokens, rows, count = work.head, work.tokens, work.rows, self._score_rows(work)
         weight, extras = _weight(head)
         parts = []
         for start in range(0, rows.shape[0], count):
@@ -171,7 +173,7 @@ class TritonEngine:
         slab = head_launch.Exponentials.empty(reserved, weight, gradient_dtype(head), _config(head))
         return _Prepared(head, weight, extras, slab)
 
-    def _scored(self, work: Work) -> int:
+    def _score_rows(self, work: Work) -> int:
         """Rows that are scored at a time."""
         head = work.head
         partials, _ = _statistics_bytes(head)
