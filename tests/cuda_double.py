@@ -6,6 +6,8 @@ in its interpreter with a GPU's launch configurations. Other than on a CPU,
 - tensors of two devices do not mix, except as PyTorch allows (0-d CPU tensors, indices, copies);
 - products with fp32 output take what cuBLAS takes (ATen/native/cuda/Blas.cpp and CUDABlas.cpp of PyTorch 2.10 to 2.13);
 - new memory holds NaN;
+- a 0-d operand of a pointwise operator has the digits of the dtype that it is computed in (Loops.cuh; the CPU's kernels
+  read a number of fp32 as it is);
 - operators that wait for the device are counted by name, or refused under `torch.cuda.set_sync_debug_mode("error")`;
 - kernels are counted by name, and take CUDA tensors only.
 
@@ -137,6 +139,8 @@ class CudaDouble(CostRecorder):
             self.wait(name)
         mine = {id(x.data_on_cpu if isinstance(x, CudaTensor) else x): x for x in tensors}
         given, options = tree_map_only(CudaTensor, lambda x: x.data_on_cpu, (args, kwargs))
+        if torch.Tag.pointwise in func.tags and len(given) > 1 and all(isinstance(x, Tensor) for x in args[:2]):
+            given = (*_as_computed(args[0], args[1]), *given[2:])
         body = self._fp32_product if func in FP32_PRODUCTS else func
         out = body(*given, **options)
         if self.graph is not None:
@@ -193,6 +197,14 @@ def _on_one_device(name: str, args: Any, tensors: list[Tensor]) -> list[Tensor]:
     """The arguments that must be on the same device; indices may be on the CPU."""
     indices = [id(x) for x in args[1] if x is not None] if name in INDEXES else []
     return [x for x in tensors if id(x) not in indices]
+
+
+def _as_computed(*operands: Tensor) -> list[Tensor]:
+    """Their data; a 0-d tensor of the GPU is rounded to the dtype that it is promoted to beside the other."""
+    data = [x.data_on_cpu if isinstance(x, CudaTensor) else x for x in operands]
+    dtype = torch.result_type(*data)
+    rounds = [isinstance(x, CudaTensor) and x.dim() == 0 and x.is_floating_point() for x in operands]
+    return [x.to(dtype) if here and dtype.is_floating_point else x for x, here in zip(data, rounds, strict=True)]
 
 
 def _require(condition: bool, message: str) -> None:

@@ -65,7 +65,7 @@ def test_upstream_gradient(upstream, scratch):
 def test_an_upstream_gradient_without_a_value_is_not_read(monkeypatch):
     monkeypatch.setattr(autograd, "_graph_is_freed", lambda: True)
     with FakeTensorMode():
-        assert autograd.scaled(torch.empty(4, 3), torch.ones(()), torch.bfloat16).dtype == torch.bfloat16
+        assert autograd.scaled(torch.empty(4, 3), torch.ones(()), torch.bfloat16, "native").dtype == torch.bfloat16
 
 
 def test_two_backward_passes_with_retain_graph():
@@ -150,6 +150,20 @@ def test_a_second_backward_is_never_dropped(name, impl):
     for inputs in (hidden, weight):
         with pytest.raises(RuntimeError, match="no second derivatives"):
             torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("impl", ["native", "chunked"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_graph_of_gradients_reads_what_is_saved_once(name, impl):
+    """Checkpointing unpacks it a single time, and a dW that was scaled in place is not what was saved."""
+    hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(40, 4, requires_grad=True)
+    inputs = (hidden, weight)
+    want = torch.autograd.grad(3 * _twice(name, *inputs, impl), inputs)
+    saved = checkpoint(lambda *given: 3 * _twice(name, *given, impl), *inputs, use_reentrant=False)
+    freed = 3 * _twice(name, *inputs, impl)
+    for loss, options in ((saved, {}), (freed, {"retain_graph": False})):
+        for mine, x in zip(torch.autograd.grad(loss, inputs, create_graph=True, **options), want, strict=True):
+            torch.testing.assert_close(mine.detach(), x)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -12,7 +12,9 @@ pytest.importorskip("triton")
 from cuda_double import CudaTensor, cuda_double
 
 from grpo_fused import GRPOLossConfig, engines, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused.api import autograd
 from grpo_fused.call.calls import LMHead
+from grpo_fused.engines import products
 
 ENGINES = ["chunked", "triton"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -170,6 +172,49 @@ def test_fp16_gradients_far_from_its_range(impl, upstream, double):
         assert float((gradient.double() - want.gradients()[name]).abs().max()) <= 2**-24 + 2e-3 * float(
             want.gradients()[name].abs().max()
         ), name
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+@pytest.mark.parametrize("upstream", [1.0, 65536.0])
+@pytest.mark.parametrize("where", ["fp16 accumulation", "AMD"])
+def test_fp16_products_without_fp32_results(where, upstream, impl, double, monkeypatch):
+    """Neither the power of two that lifts dlogits nor a loss scale fits fp16."""
+    if where == "AMD":
+        monkeypatch.setattr(torch.version, "hip", "6.4")
+    else:
+        monkeypatch.setattr(products, "has_fp32_output", lambda head: False)
+    case = gpu_case(torch.float16, masked=0.0)
+    case.advantages *= 1e-2 / upstream
+    hidden = case.hidden_states.requires_grad_()
+    got = case.run(CONFIGS[0], impl=impl, upstream=upstream)
+    want = case.to(torch.float64).run(CONFIGS[0], impl="reference", upstream=upstream)
+    for name, gradient in got.gradients().items():
+        assert float(frobenius_error(gradient, want.gradients()[name])) <= 5e-3, name
+    logps = [
+        fused_linear_logprobs(x, w.detach(), case.completion_ids, impl=engine).logps
+        for x, w, engine in ((hidden, case.lm_head_weight, impl), (hidden.double(), case.lm_head_weight.double(), "reference"))
+    ]  # fmt: skip
+    mine, exact = (torch.autograd.grad(upstream * (1e-3 / upstream) * x.sum(), hidden)[0] for x in logps)
+    assert float(frobenius_error(mine, exact)) <= 5e-3
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_a_graph_that_is_kept_scales_to_the_same_bits(impl, double, monkeypatch):
+    """A factor is not rounded to bf16; CUDA C++ as an engine takes no kernel of Triton for it."""
+    case = gpu_case(torch.bfloat16)
+    inputs = case.hidden_states.requires_grad_(), case.lm_head_weight.requires_grad_()
+
+    def loss():
+        return fused_linear_grpo_loss(*inputs, case.completion_ids, case.advantages, impl=impl).loss / 3
+
+    kept, freed = torch.autograd.grad(loss(), inputs, retain_graph=True), torch.autograd.grad(loss(), inputs)
+    assert all(torch.equal(x, y) for x, y in zip(kept, freed, strict=True))
+    gradient, third = freed[1].detach(), torch.full((), 1 / 3, device="cuda")
+    monkeypatch.setattr(autograd, "_takes_kernels", None)
+    for dtype in (torch.float32, torch.bfloat16):
+        narrow = gradient.to(dtype)
+        found = autograd.scaled(narrow.clone(), third, dtype, "cuda")
+        assert torch.equal(found, (narrow.float() * third).to(dtype))
 
 
 @pytest.mark.parametrize("impl", ENGINES)

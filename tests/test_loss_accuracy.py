@@ -186,7 +186,7 @@ def test_bf16_is_widened_on_processors_without_bf16_products():
     program = (
         "import torch; from grpo_fused.call.calls import LMHead; from grpo_fused.engines import products; "
         "head = LMHead(torch.zeros(3, 4, dtype=torch.bfloat16), compute_dtype=torch.bfloat16); "
-        "print(products.gradient_dtype(head), products.product_dtype(head))"
+        "print(products.gradient_dtype(head), products.dhidden_dtype(head))"
     )
     limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     run = subprocess.run(

@@ -34,7 +34,8 @@ from grpo_fused.engines.base import Tokens
 
 
 def first_order(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """A backward whose gradients cannot be differentiated again: that raises, and `create_graph=True` alone does not.
+    """A backward of (ctx, saved tensors, *upstream) whose gradients cannot be differentiated again: that raises, and
+    `create_graph=True` alone does not. Saved tensors are read once: checkpointing unpacks them a single time.
 
     torch's `once_differentiable` returns constants where no upstream gradient requires grad, and its node that raises
     is connected to no input: `torch.autograd.grad` never runs it, and a term of a second-order loss is lost without a
@@ -44,12 +45,13 @@ def first_order(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple
     @wraps(backward)
     def checked(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         ctx.creates_graph = torch.is_grad_enabled()
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            gradients = backward(ctx, *upstream)
+            gradients = backward(ctx, saved, *upstream)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiled backward refuses this itself
             return gradients
         leaves = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in gradients]
-        graph = [x for x in (*upstream, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad]
+        graph = [x for x in (*upstream, *saved) if isinstance(x, Tensor) and x.requires_grad]
         raising = torch._C._functions.DelayedError(_SECOND_ORDER, len(leaves) + len(graph))
         return tuple(raising(*leaves, *graph))[: len(leaves)]
 
@@ -81,7 +83,7 @@ class LinearLoss(torch.autograd.Function):
             result = operators.LossResult(*operators.linear_divergence(*flat(call)))
         else:
             result = operators.LossResult(*operators.linear_grpo_loss(*flat(call)))
-        ctx.later = not call.run.any_whole
+        ctx.later, ctx.engine = not call.run.any_whole, call.run.engine
         ctx.leaf = weight if call.run.adds_to_grad and weight.is_leaf else None
         tensors: list[Tensor] = []
         if ctx.later:
@@ -99,10 +101,10 @@ class LinearLoss(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor | None, *_: Any) -> Any:
         if dloss is None:
             return None, None, None, None
-        (_, dhidden, dweight, dbias, *tensors), (hidden_dtype, weight_dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
+        (_, dhidden, dweight, dbias, *tensors), (hidden_dtype, weight_dtype, bias_dtype) = saved, ctx.dtypes
         if ctx.later and (weight_dtype is not None or bias_dtype is not None):
             call: CandidateGradientCall = attach(ctx.call, tensors)
             # scaled before it is rounded: fp16 may need it
@@ -113,10 +115,10 @@ class LinearLoss(torch.autograd.Function):
             else:
                 dbias, weight_dtype = operators.candidate_gradient(call, add_to).dbias, None
         else:
-            dweight = None if weight_dtype is None else scaled(dweight, dloss, weight_dtype)
+            dweight = None if weight_dtype is None else scaled(dweight, dloss, weight_dtype, ctx.engine)
             dbias = None if bias_dtype is None else dbias * dloss
         return (
-            None if hidden_dtype is None else (dhidden * dloss).to(hidden_dtype),
+            None if hidden_dtype is None else times(dhidden, dloss).to(hidden_dtype),
             None if weight_dtype is None else dweight,
             None if bias_dtype is None else dbias.to(bias_dtype),
             None,
@@ -144,8 +146,11 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None, dalternatives: Tensor | None) -> Any:
-        saved, count = ctx.saved_tensors, len(Scores._fields)  # read once: checkpointing unpacks them a single time
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], dlogps: Tensor | None, dentropies: Tensor | None,
+        dalternatives: Tensor | None,
+    ) -> Any:  # fmt: skip
+        count = len(Scores._fields)
         scores = Scores(*saved[:count])
         call: LogprobsCall = attach(ctx.call, saved[count:])
         if not call.with_entropy:  # torch.compile passes zeros for the empty placeholder
@@ -197,10 +202,10 @@ class GRPOObjective(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor | None, *_: Any) -> Any:
         if dloss is None:
             return None, None, None
-        _, dlogps, dentropies = ctx.saved_tensors
+        _, dlogps, dentropies = saved
         logps_dtype, entropies_dtype = ctx.dtypes
         bonus = (dentropies * dloss).to(entropies_dtype) if ctx.has_bonus else None
         return (dlogps * dloss).to(logps_dtype), bonus, None
@@ -222,8 +227,10 @@ class SelectiveLogprobs(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
-        call: LogitsCall = attach(ctx.call, ctx.saved_tensors)
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], dlogps: Tensor | None, dentropies: Tensor | None
+    ) -> Any:
+        call: LogitsCall = attach(ctx.call, saved)
         if not call.with_entropy:  # torch.compile passes zeros for the empty placeholder
             dentropies = None
         if dlogps is None and dentropies is None:
@@ -240,24 +247,32 @@ def dhidden_of_logps(call: LogprobsCall, made: Tensor, dlogps: Tensor) -> Tensor
     return times_dlogp(made, torch.where(undecided, dlogps, 0.0))
 
 
-def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def times(gradient: Tensor, factor: Tensor) -> Tensor:
+    """gradient * factor (0-d) in fp32 or wider: a GPU rounds a factor without dimensions to the gradient's dtype."""
+    return gradient * factor.reshape(1)
+
+
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, engine: str) -> Tensor:
     """gradient * factor in `dtype`, rounded once from an fp32 accumulator.
 
     A vocab-sized gradient is scaled in place if the graph is freed after this backward: a copy would double its memory.
+    On a GPU by a kernel of Triton, if the engine has others.
     """
-    if not _graph_is_freed() or _is_batched(factor):
-        return (gradient * factor).to(dtype)
-    if _can_be_read(factor) and factor == 1:  # as from `loss.backward()`
-        return gradient.to(dtype)
+    if torch.compiler.is_compiling() or _is_batched(factor):
+        return times(gradient, factor).to(dtype)
     if gradient.is_cuda and gradient.dtype != dtype:  # one pass over memory; a CPU makes a copy for its `out`
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-    if _takes_kernels(gradient) and factor.device == gradient.device:
+    if not _graph_is_freed():
+        gradient = gradient.clone()
+    if _can_be_read(factor) and factor == 1:  # as from `loss.backward()`
+        return gradient.to(dtype)
+    if engine != "cuda" and _takes_kernels(gradient) and factor.device == gradient.device:
         from grpo_fused.kernels.scale import scale
 
         scale(gradient, factor)
         torch.autograd.graph.increment_version(gradient)
         return gradient.to(dtype)
-    return gradient.mul_(factor).to(dtype)
+    return gradient.mul_(factor.reshape(1) if gradient.is_cuda else factor).to(dtype)  # see `times`
 
 
 def _grad_to_add_to(ctx: Any, *upstream: Tensor | None) -> Tensor | None:
@@ -320,6 +335,4 @@ def _takes_kernels(x: Tensor) -> bool:
 
 def _graph_is_freed() -> bool:
     """Whether this backward frees its graph (no `retain_graph`), so that the saved gradients are not read again."""
-    if torch.compiler.is_compiling():
-        return False
     return not torch._C._autograd._get_current_graph_task_keep_graph()

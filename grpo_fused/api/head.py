@@ -21,7 +21,7 @@ from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.call.layout import Layout, split_temperature
 from grpo_fused.call.options import check_integer
 from grpo_fused.engines import Impl
-from grpo_fused.engines.products import compute_dtype, product_dtype
+from grpo_fused.engines.products import compute_dtype
 from grpo_fused.ranks.handshake import refusing_together
 from grpo_fused.ranks.parallel import ParallelGroups, whole
 
@@ -168,14 +168,9 @@ def needs_of(*tensors: Tensor | None) -> Needs:
 
 
 def early(call: LogprobsCall) -> LogprobsCall:
-    """The call, with dlogp/dh if that is all that its gradient needs of the head.
-
-    fp16 products would be rounded before a loss scale multiplies them.
-    """
+    """The call, with dlogp/dh if that is all that its gradient needs of the head."""
     alone = needs_of(*tensors_of(call)) == HIDDEN_ALONE and call.alternatives.sets is None
-    # Dynamo cannot trace what `product_dtype` asks of a CPU for bf16
-    is_narrow = call.lm_head.compute_dtype == torch.float16 and product_dtype(call.lm_head) == torch.float16
-    return call._replace(with_dhidden=alone and not is_narrow)
+    return call._replace(with_dhidden=alone)
 
 
 def beside(

@@ -55,7 +55,7 @@ from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.divergence import torch_rows
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.pairs import Pairs
-from grpo_fused.engines.products import ieee_products, product_dtype, rounded_bias
+from grpo_fused.engines.products import ieee_products, dhidden_dtype, rounded_bias
 from grpo_fused.engines.scratch import sparse_zeros_like
 from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.objective.batch import TokenBatch
@@ -69,7 +69,8 @@ def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
     """Make a `torch.library` operator from a function whose arguments are `*flat(call)`.
 
     The schema comes from the fields of the call and of the result. The operator's `fake` registers a function of the
-    call: its results for tensors without data.
+    call: its results for tensors without data. `torch.compile` leaves it out of CUDA graphs, since it may wait for the
+    device.
     """
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint)
@@ -80,7 +81,7 @@ def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def make(body: Callable[..., Any]) -> Any:
         body.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
-        operator: Any = torch.library.custom_op(f"grpo_fused::{body.__name__}", body, mutates_args=())
+        operator: Any = torch.library.custom_op(f"grpo_fused::{body.__name__}", body, mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
         operator.fake = lambda fake: operator.register_fake(lambda *values: fake(build(kind, iter(values))))
         return operator
 
@@ -414,7 +415,7 @@ def _fake_gradients(call: LinearCall, needs: Needs, *, in_forward: bool = False,
     engine = engines.engine(run.engine) if heads == 0 else ChunkedEngine(torch_rows, heads)
     dtype = GradientSums.weight_dtype(engine, head, most, run.max_scratch_bytes) if run.any_whole else weight.dtype
     return HeadGradients(
-        hidden.new_empty(hidden.shape, dtype=product_dtype(head)) if needs.need_hidden else _nothing(hidden),
+        hidden.new_empty(hidden.shape, dtype=dhidden_dtype(head)) if needs.need_hidden else _nothing(hidden),
         weight.new_empty(weight.shape, dtype=dtype) if needs.need_weight else _nothing(weight),
         weight.new_empty(weight.shape[:1], dtype=head.statistics_dtype) if needs.need_bias else _nothing(weight),
     )

@@ -383,8 +383,9 @@ def named(call: Any) -> list[tuple[str, Any]]:
     The objective of a `CustomCall` is left out: it may be any callable.
     """
     pairs: list[tuple[str, Any]] = []
+    custom = isinstance(call, CustomCall)
     for name, value in zip(call._fields, call, strict=True):
-        if isinstance(call, CustomCall) and name == "objective":
+        if custom and name == "objective":
             continue
         if value is None and name.endswith("lm_head"):
             value = _NO_HEAD
@@ -393,7 +394,7 @@ def named(call: Any) -> list[tuple[str, Any]]:
         if isinstance(value, tuple):
             pairs += [(_argument(name, field), x) for field, x in named(value)]
         else:
-            pairs += value.items() if isinstance(value, Mapping) else [(name, value)]
+            pairs += value.items() if custom and isinstance(value, Mapping) else [(name, value)]
     return pairs
 
 
@@ -431,6 +432,7 @@ def build(kind: Any, values: Iterator[Any]) -> Any:
     return kind(*parts)
 
 
+@cache
 def _tuple_of(hint: Any) -> tuple[Any, bool]:
     """The inner tuple's kind, or None if the field is none, and whether the field may be None."""
     kinds = [kind for kind in (get_args(hint) or (hint,)) if hasattr(kind, "_fields")]

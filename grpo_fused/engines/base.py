@@ -125,7 +125,7 @@ class Gradients(NamedTuple):
     """Gradients of a call, None where not needed."""
 
     hidden: Tensor | None
-    """[N, H] in `LMHead.product_dtype`; 0 at rows without gradient work"""
+    """[N, H] in `dhidden_dtype`; 0 at rows without gradient work"""
     weight: Tensor | None
     """[V, H] in `GradientSums.weight_dtype`"""
     bias: Tensor | None

@@ -15,7 +15,7 @@ from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.layout import offsets_of, segments
 from grpo_fused.engines.base import MANY, Cost, Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
 from grpo_fused.engines.pairs import Pairs, Scores, Sets
-from grpo_fused.engines.products import product_dtype
+from grpo_fused.engines.products import dhidden_dtype
 from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 
 _BLOCK_CANDIDATES = 2**18
@@ -69,7 +69,7 @@ class CandidateEngine:
         hidden, worked = gradients.hidden, gradients.tokens
         if needs.need_hidden and hidden is None:
             shape = (tokens.ids.shape[0], head.width)
-            hidden = torch.zeros(shape, dtype=product_dtype(head), device=out.logp.device)
+            hidden = torch.zeros(shape, dtype=dhidden_dtype(head), device=out.logp.device)
         dproducts = out.logp.new_zeros(len(self.sets.ids))
         for block in self._blocks(work, sparse):
             sets, (stats, z) = self._score(work, block)

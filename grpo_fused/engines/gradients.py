@@ -14,7 +14,7 @@ from grpo_fused.engines.products import (
     accumulate_weight_gradient,
     gradient_dtype,
     hidden_gradient,
-    product_dtype,
+    dhidden_dtype,
 )
 from grpo_fused.engines.scratch import scratch_budget
 from grpo_fused.kernels.row_types import Coefficients, Entries
@@ -47,7 +47,7 @@ class GradientSums:
         self.rows = 0
         hidden, weight = tokens.hidden_states, head.weight
         shape = (tokens.ids.shape[0], head.width)
-        self.hidden = torch.zeros(shape, dtype=product_dtype(head), device=hidden.device) if needs.need_hidden else None
+        self.hidden = torch.zeros(shape, dtype=dhidden_dtype(head), device=hidden.device) if needs.need_hidden else None
         self.pending: tuple[Tensor, Callable[[], Tensor]] | None = None
         """rows of the last chunk, and a function that returns their dH summed over the ranks"""
         self.weight: Tensor | None = None
@@ -77,7 +77,7 @@ class GradientSums:
         if self.hidden is not None:
             dhidden = hidden_gradient(self.head, dlogits)
             if scale is not None:
-                dhidden = dhidden / scale
+                dhidden = dhidden.float() / scale
             if factor is not None:
                 dhidden *= factor.unsqueeze(1)
             if self.tokens.vocab is not None:  # during the product for the weight and the next chunk's scores
@@ -113,7 +113,7 @@ class GradientSums:
 
 def takes_factors(head: LMHead) -> bool:
     """Whether a row's factor can be left to the products: it multiplies the fp32 dH, and the hidden states of dW."""
-    return product_dtype(head) == torch.float32 and gradient_dtype(head) != torch.float16
+    return dhidden_dtype(head) == torch.float32 and gradient_dtype(head) != torch.float16
 
 
 def _weighted_sum(dlogits: Tensor, factor: Tensor) -> Tensor:

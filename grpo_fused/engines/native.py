@@ -21,7 +21,7 @@ from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.engines.base import MANY, Cost, Gradients, Tokens, Work, even_chunks, longest_chunk
 from grpo_fused.engines.gradients import GradientSums
-from grpo_fused.engines.products import native_products, product_dtype
+from grpo_fused.engines.products import native_products, dhidden_dtype
 from grpo_fused.engines.rows import z_
 from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 
@@ -283,7 +283,7 @@ def _rows_with_gradient(head: LMHead, coefficients: Coefficients) -> Tensor:
 
 
 def _zeros(shape: tuple[int, int], head: LMHead) -> Tensor:
-    return head.weight.new_zeros(shape, dtype=product_dtype(head))
+    return head.weight.new_zeros(shape, dtype=dhidden_dtype(head))
 
 
 def _copy_rows(dhidden: Tensor, out: Tensor, rows: Tensor) -> None:

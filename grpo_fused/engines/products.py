@@ -150,9 +150,11 @@ def gradient_dtype(head: LMHead) -> torch.dtype:
     return compute
 
 
-def product_dtype(head: LMHead) -> torch.dtype:
-    """Dtype of the gradient products' results, which are rounded after the upstream gradient is multiplied in."""
-    return torch.float32 if has_fp32_output(head) else gradient_dtype(head)
+def dhidden_dtype(head: LMHead) -> torch.dtype:
+    """Dtype that dH is held in until the upstream gradient multiplies it: that of its product, but not fp16, whose range
+    a loss scale may leave."""
+    dtype = gradient_dtype(head)
+    return torch.float32 if has_fp32_output(head) or dtype == torch.float16 else dtype
 
 
 def has_native_logits(head: LMHead) -> bool:

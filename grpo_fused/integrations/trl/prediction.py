@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.api import operators
-from grpo_fused.api.autograd import first_order, scaled
+from grpo_fused.api.autograd import first_order, scaled, times
 from grpo_fused.call.calls import (
     LogprobsCall,
     LogprobsGradientCall,
@@ -135,8 +135,10 @@ class PredictedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
-        rows, gstar, hstar, one_nat, dhidden, dweight, dbias, *tensors = ctx.saved_tensors
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], dlogps: Tensor | None, dentropies: Tensor | None
+    ) -> Any:
+        rows, gstar, hstar, one_nat, dhidden, dweight, dbias, *tensors = saved
         call: LogprobsCall = attach(ctx.call, tensors)
         if not call.with_entropy:
             dentropies = None
@@ -152,8 +154,8 @@ class PredictedLogprobs(torch.autograd.Function):
                 )
         else:
             ctx.counts.fused += 1
-            dhidden = _spread(dhidden * scale, rows, hidden) if needs.need_hidden else dhidden
-            dweight = scaled(dweight, scale, weight.dtype) if needs.need_weight else dweight
+            dhidden = _spread(times(dhidden, scale), rows, hidden) if needs.need_hidden else dhidden
+            dweight = scaled(dweight, scale, weight.dtype, call.run.engine) if needs.need_weight else dweight
             dbias = dbias * scale
         return (
             dhidden.to(hidden.dtype) if needs.need_hidden else None,
