@@ -225,6 +225,9 @@ const char* guarded(F&& f) {
 
 #define API extern "C" __attribute__((visibility("default")))
 
+// Of which functions these are: see cpu_library.py. A library of before that is called with other arguments crashes.
+API const char* grpo_signature() { return "8c0f04ff"; }
+
 // Why the engine cannot run here, or an empty text.
 API const char* grpo_missing() { return machine().missing.c_str(); }
 

@@ -24,6 +24,9 @@ _FUNCTIONS = (
 BASE_COLUMNS = 32
 """The columns of a quantised weight are a multiple of it, and so are those of a weight beside an adapter."""
 
+SIGNATURE = "8c0f04ff"
+"""A hash of the declarations in csrc/cpu/api.cpp (tests/native/test_api.py computes it), which a library must have."""
+
 _library: Any = None
 
 
@@ -31,6 +34,9 @@ def load(path: Path) -> None:
     """Load the library. Raises OSError if the system cannot, AttributeError if it is of another version."""
     global _library
     library = ctypes.CDLL(str(path))
+    library.grpo_signature.restype = ctypes.c_char_p
+    if (found := library.grpo_signature().decode()) != SIGNATURE:
+        raise AttributeError(f"it was built from other sources (functions {found}, expected {SIGNATURE})")
     for name in _FUNCTIONS:
         getattr(library, f"grpo_{name}").restype = ctypes.c_char_p
     library.grpo_use_threads.argtypes = [ctypes.c_int64]
