@@ -532,6 +532,7 @@ def _halves(**changes: Any) -> QuantizedWeight:
     [
         (TypeError, "HeadAdapter or a sequence of them; got str", {"lm_head_adapter": "lora"}),
         (TypeError, "HeadAdapter or a sequence of them; got Tensor", {"lm_head_adapter": [torch.zeros(2)]}),
+        (TypeError, "HeadAdapter or a sequence of them; got Tensor", {"lm_head_adapter": torch.zeros(2)}),
         (ValueError, r"lm_head_adapter.a must have shape \(r, 64\)", {"lm_head_adapter": _adapter(a=torch.zeros(R, 8))}),
         (ValueError, r"lm_head_adapter.b must have shape \(1000, 5\)", {"lm_head_adapter": _adapter(b=torch.zeros(V, 2))}),
         (ValueError, r"dropout must be in \[0, 1\); got 1.0", {"lm_head_adapter": _adapter(dropout=1.0)}),

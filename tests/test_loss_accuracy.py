@@ -19,7 +19,8 @@ from helpers import (
     rounding_error_of_gradients,
 )
 
-from grpo_fused import GRPOLossConfig, fused_linear_divergence
+from grpo_fused import GRPOLossConfig, HeadAdapter, fused_linear_divergence, fused_linear_logprobs
+from grpo_fused.api import composed
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.products import has_fp32_output, ieee_products
@@ -179,6 +180,25 @@ def test_the_padding_of_dlogits_is_0(vocab, monkeypatch):
     fused_linear_divergence(head[0].requires_grad_(), head[1], *(x.detach() + 0.1 for x in head))
     assert len(seen) == 2
     assert all(seen)
+
+
+def test_low_rank_products_are_ieee(monkeypatch):
+    """h A^T is made by plain torch, before the engines' own products."""
+    before, seen, plain = torch.get_float32_matmul_precision(), [], composed.dropout
+
+    def dropout(*given):
+        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return plain(*given)
+
+    monkeypatch.setattr(composed, "dropout", dropout)
+    adapter = HeadAdapter(torch.zeros(2, 8), torch.zeros(11, 2), 1.0)
+    torch.set_float32_matmul_precision("high")
+    try:
+        fused_linear_logprobs(torch.zeros(3, 8), torch.zeros(11, 8), torch.zeros(3).long(), lm_head_adapter=adapter)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == ["ieee"]
 
 
 def test_bf16_is_widened_on_processors_without_bf16_products():

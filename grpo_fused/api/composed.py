@@ -12,6 +12,7 @@ of B block by block in the engines (`LMHead.weight_columns`). `native` adds up t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.nn.functional import dropout
 from grpo_fused.call.calls import LMHead
 from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.call.layout import active_tokens
+from grpo_fused.engines.products import ieee_products
 
 
 def composed(
@@ -54,7 +56,8 @@ def composed(
     states, kept = hidden_states.to(compute), hidden_states
     if mask is not None:  # a masked state may be anything, also NaN, which 0 does not remove from dA
         kept = torch.where(active_tokens(mask, mask).unsqueeze(-1), hidden_states, 0.0)
-    with torch.autocast(hidden_states.device.type, enabled=False):
+    ieee = nullcontext() if torch.compiler.is_compiling() else ieee_products()  # a context that Dynamo cannot trace
+    with torch.autocast(hidden_states.device.type, enabled=False), ieee:
         low_rank = torch.cat([x.scale * (dropout(kept.to(wide), x.dropout) @ x.a.to(wide).T) for x in adapters], dim=-1)
         columns = adapters[0].b  # not a copy, where a single one is held by the dtype of sums
         if len(adapters) > 1 or torch.promote_types(columns.dtype, wide) != wide:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -152,7 +154,7 @@ class Reference:
     def __init__(self, policy: Policy, model: PreTrainedModel | None = None) -> None:
         self.policy, self._frozen = policy, nullcontext
         if model is None and _adapters_change_nothing(policy.unwrapped):
-            self._frozen = policy.unwrapped.disable_adapter  # type: ignore[assignment]  # of a PeftModel
+            self._frozen = partial(_without_adapters, policy.unwrapped)  # type: ignore[assignment]
             return
         if model is None:
             shared = {id(p): p for p in policy.unwrapped.parameters() if not p.requires_grad}
@@ -178,11 +180,27 @@ class Reference:
         """Hidden states and head, as keywords of the loss with the exact KL."""
         with self._frozen():
             head = self.policy.head()
-            return {
-                "ref_hidden_states": self.policy.hidden_states(rollout),
-                "ref_lm_head_weight": dense_weight(head["lm_head_weight"], head.get("lm_head_adapter", ())),
-                "ref_lm_head_bias": None if head.get("lm_head_bias") is None else head["lm_head_bias"].detach(),
-            }
+            weight = dense_weight(head["lm_head_weight"], head.get("lm_head_adapter", ()))
+            states, bias = self.policy.hidden_states(rollout), head.get("lm_head_bias")
+        if bias is None and self.policy.head().get("lm_head_bias") is not None:  # that of an adapter alone
+            bias = weight.new_zeros(weight.shape[0])
+        return {
+            "ref_hidden_states": states,
+            "ref_lm_head_weight": weight,
+            "ref_lm_head_bias": None if bias is None else bias.detach(),
+        }
+
+
+@contextmanager
+def _without_adapters(model: Any) -> Iterator[None]:
+    """A PeftModel without its adapters. On leaving, peft alone would let all of their parameters be trained."""
+    trained = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for parameter, requires in trained:
+            parameter.requires_grad_(requires)
 
 
 def _adapters_change_nothing(model: nn.Module) -> bool:

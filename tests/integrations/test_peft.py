@@ -286,3 +286,30 @@ def test_the_exact_kl_towards_a_reference_with_an_adapter(own_model: bool) -> No
         want = head(given["ref_hidden_states"])
         got = given["ref_hidden_states"] @ given["ref_lm_head_weight"].T
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+
+
+def test_a_reference_without_its_new_adapter_changes_nothing_of_it() -> None:
+    """What is frozen in the adapter stays so, and a bias that the adapter alone has is 0 in the reference."""
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+
+    from grpo_fused import GRPOLossConfig
+    from grpo_fused.trainer import GRPOTrainerConfig, Policy, Rollout
+    from grpo_fused.trainer.policy import Reference
+
+    model = adapted(lora_bias=True)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.zeros_(parameter)
+        if "lora_A" in name:
+            parameter.requires_grad_(False)
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    config = GRPOTrainerConfig(loss=GRPOLossConfig(beta=0.1, kl_estimator="exact"))
+    reference = Reference(Policy(model, Accelerator(), config))
+    assert reference.policy.unwrapped is model
+    ids, mask = token_ids(shape=(4, 3)), torch.ones(4, 3, dtype=torch.bool)
+    rollout = Rollout(prompt_ids=ids, prompt_mask=mask, completion_ids=ids + 1, completion_mask=mask)
+    given = reference.states(rollout)
+    assert torch.equal(given["ref_lm_head_bias"], torch.zeros(len(given["ref_lm_head_weight"])))
+    reference.score(rollout, torch.arange(4))
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == trained
