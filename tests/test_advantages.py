@@ -37,6 +37,15 @@ def test_scales():
     assert torch.equal(same.advantages, group_advantages(rewards, 2, scale_rewards="none").advantages)
 
 
+def test_equal_rewards_have_no_advantage_by_rounding():
+    """The mean of six equal sums is 1e-15 off: such rows would be trained on."""
+    rewards = torch.tensor([[-20.0, 0.1]]).repeat(12, 1)
+    for scale in ("group", "none"):
+        out = group_advantages(rewards, 6, weights=[0.5, 0.3], scale_rewards=scale)
+        assert out.zero_std_groups == 2
+        assert not out.advantages.any()
+
+
 def test_unjudged_samples_are_left_out_of_the_baseline():
     out = group_advantages([[1.0, None], [None, None], [None, 3.0], [2.0, 0.0]], 4, weights=[1.0, 0.5])
     judged = torch.tensor([1.0, 1.5, 2.0])

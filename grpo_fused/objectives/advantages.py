@@ -66,6 +66,8 @@ def group_advantages(
     groups = summed.view(-1, num_generations)
     std = nan_std(groups, dim=1)
     several = (~groups.isnan()).sum(dim=1) >= 2
+    lowest, highest = groups.nan_to_num(nan=torch.inf), groups.nan_to_num(nan=-torch.inf)
+    equal = lowest.amin(dim=1) == highest.amax(dim=1)
     if aggregation == "normalize_then_sum":
         scores = z_score(table.view(-1, num_generations, table.shape[1]), dim=1).view_as(table)
         advantages = z_score(weighted_sum(scores, weights), dim=0)
@@ -75,15 +77,14 @@ def group_advantages(
             centred = centred / (std + _EPS)
         elif scale == "batch":
             centred = centred / (nan_std(summed, dim=0) + _EPS)
-        advantages = torch.where(several.unsqueeze(1), centred, 0.0).flatten()
+        advantages = torch.where((several & ~equal).unsqueeze(1), centred, 0.0).flatten()
 
-    lowest, highest = groups.nan_to_num(nan=torch.inf), groups.nan_to_num(nan=-torch.inf)
     return AdvantageOutput(
         advantages=advantages.nan_to_num(nan=0.0).float(),
         mean=groups.nanmean(dim=1).float(),
         std=std.flatten().float(),
         unjudged=summed.isnan().sum(),
-        zero_std_groups=(several & (lowest.amin(dim=1) == highest.amax(dim=1))).sum(),
+        zero_std_groups=(several & equal).sum(),
     )
 
 

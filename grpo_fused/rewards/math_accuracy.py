@@ -7,6 +7,7 @@ import importlib.util
 import time
 import warnings
 from collections.abc import Sequence
+from decimal import Decimal
 
 from grpo_fused.call.options import check_number
 from grpo_fused.rewards import math_verifier
@@ -71,7 +72,12 @@ def math_accuracy_reward(
     def judge(completion: Text, right: object) -> float | None:
         if isinstance(right, bool) or not isinstance(right, (str, int, float)):
             raise TypeError(f"the {column} column must hold str, int, float or None; got {type(right).__name__}")
-        answer, reference = stated_answer(text_of(completion)), reference_answer(str(right))
+        text = format(Decimal(repr(right)), "f") if isinstance(right, float) else str(right)  # not 1e-05: that is e - 5
+        answer, reference = (
+            None if x is None else x.replace("\N{MINUS SIGN}", "-")
+            for x in (stated_answer(text_of(completion)), reference_answer(text))
+        )
+        assert reference is not None
         if answer is None or answer == reference:
             return float(answer is not None)
         number, expected = plain_number(answer), plain_number(reference)

@@ -52,6 +52,7 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             text=True,
             encoding="utf-8",
+            start_new_session=True,  # Ctrl-C ends training after its step, which still asks
         )
         answer = self.ask("1", "2", _START_SECONDS)  # waits for the imports, which must not count as a user's time
         if answer != "different":

@@ -18,7 +18,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.requested = 0
+        self.requested, self._process = 0, os.getpid()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -31,6 +31,11 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a fork, as a reward may use for a program that it runs
+            before = self._before[number]
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+            os.kill(os.getpid(), number)
+            return
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = number

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
+from hashlib import sha256
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from accelerate.utils import set_seed
@@ -224,7 +225,7 @@ class Recipe(GRPOTrainerConfig):
             try:
                 rows = function(**self.dataset_options)
                 if not callable(rows):
-                    rows = list(rows)
+                    rows = list(rows if limit is None else islice(rows, limit))  # it may be endless
                 elif limit is not None:
                     rows = [rows(index) for index in range(limit)]
             except Exception as error:
@@ -379,10 +380,32 @@ def load_function(place: str, option: str = "function") -> Callable[..., Any]:
     must = f'{option} must be "module:function" or "path/to/file.py:function" that can be loaded; got {place!r}'
     must += from_here(Path(where)) if where.endswith(".py") else ""
     try:
-        found: Any = SimpleNamespace(**runpy.run_path(where)) if where.endswith(".py") else import_module(where)
+        found: Any = _module_of(Path(where).resolve()) if where.endswith(".py") else import_module(where)
     except Exception as error:
         raise ValueError(f"{must}, which {raised(error)}") from error
     function = getattr(found, name, None)
     if not callable(function):
         raise ValueError(f"{must}, which has no function {name!r}")
     return function  # type: ignore[no-any-return]
+
+
+def _module_of(file: Path) -> ModuleType:
+    """The module of a file, loaded once for each content: its functions share its state, and forks find it by name.
+
+    Modules beside the file can be imported, after all others.
+    """
+    stem = "".join(c if c.isalnum() else "_" for c in file.stem)
+    name = f"{stem}_{sha256(bytes(file) + file.read_bytes()).hexdigest()}"
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = module_from_spec(spec)
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
@@ -91,6 +92,11 @@ def test_stated_answers(text: str, expected: str | None) -> None:
         pytest.param("<answer>$72.00</answer>", "72", 1.0, id="dollars"),
         pytest.param("<answer>1,000</answer>", 1000, 1.0, id="integer-column"),
         pytest.param("<answer>0.5</answer>", 0.5, 1.0, id="float-column"),
+        pytest.param("<answer>0.00001</answer>", 0.00001, 1.0, id="small-float"),
+        pytest.param("<answer>e-5</answer>", 0.00001, 0.0, id="an-exponent-is-no-formula"),
+        pytest.param("<answer>1000000000000000000000000</answer>", 1e24, 1.0, id="large-float"),
+        pytest.param("<answer>\N{MINUS SIGN}5</answer>", "-5", 1.0, id="minus-sign"),
+        pytest.param("<answer>-5</answer>", "\N{MINUS SIGN}5", 1.0, id="minus-sign-column"),
         pytest.param("<answer>0.3333</answer>", "1/3", 0.0, id="rounded"),
         pytest.param("<answer>71</answer>", GSM8K, 0.0, id="wrong"),
         pytest.param("72 altogether", GSM8K, 0.0, id="not-marked"),
@@ -243,6 +249,12 @@ def test_hostile_formulas_end_and_take_little_memory() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_does_not_end_the_worker() -> None:
+    """A terminal sends it to the whole group of processes; the trainer finishes its step, which asks."""
+    pytest.importorskip("math_verify")
+    assert os.getpgid(math_verifier._worker().process.pid) != os.getpgid(0)
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import re
 import signal
 import sys
@@ -507,3 +508,31 @@ def test_plot_names_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(SystemExit, match="at least one step"):
         main(["plot", str(tmp_path)])
+
+
+def test_a_function_in_a_file_is_that_of_a_module(tmp_path, monkeypatch):
+    """Two functions share the module, a fork finds it by its name, and a module beside it can be imported."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_it.py").write_text("START = 2\n")
+    file = tmp_path / "two rewards.py"
+    file.write_text(
+        "from beside_it import START\ncalls = [START]\n"
+        "def first():\n    calls.append(1)\n    return calls\n"
+        "def second():\n    return calls\n"
+    )
+    first, second = (load_function(f"{file}:{name}", "rewards") for name in ("first", "second"))
+    first()
+    assert second() == [2, 1]
+    assert pickle.loads(pickle.dumps(second)) is second
+    file = tmp_path / "broken.py"
+    file.write_text("raise OSError('no disk')")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken.py:first.* which raised OSError: no disk"):
+            load_function(f"{file}:first", "rewards")
+
+
+def test_rows_without_an_end_are_taken_up_to_the_limit(tmp_path):
+    file = tmp_path / "endless.py"
+    file.write_text("import itertools\ndef rows():\n    return ({'prompt': str(i)} for i in itertools.count())\n")
+    recipe = Recipe(model="m", rewards=(Reward(name="format"),), dataset=f"{file}:rows", limit=3)
+    assert [row["prompt"] for row in recipe.train_rows()] == ["0", "1", "2"]
