@@ -377,6 +377,10 @@ def test_check_objective():
         check_objective(lambda logps, entropies, **_: logps / len(logps), inputs)
     with pytest.raises(ValueError, match="scope 'sequence' must give each sequence the same"):
         check_objective(batch_mean, inputs, "sequence")
+    with pytest.raises(ValueError, match=r"two sequences or more; got \[1, 9\]"):
+        check_objective(batch_mean, {"advantages": torch.randn(9)}, "sequence")
+    with pytest.raises(ValueError, match="scope must be one of token, sequence, batch; got 'sequnce'"):
+        check_objective(batch_mean, inputs, "sequnce")
 
 
 def test_two_runs_are_bitwise_equal():

@@ -224,6 +224,22 @@ def test_nan_sampling_logprobs_are_allowed():
     assert out.loss.isfinite()
 
 
+def test_values_that_the_objective_alone_reads():
+    """A mask of 0.5 is no weight; a sampler's log-prob may be missing (NaN), but not infinite."""
+    logps, advantages = -torch.rand(2, 3) - 1, torch.ones(2)
+    for wrong in (0.5, 2.0, float("nan"), -1.0):
+        for impl in ("auto", "reference"):
+            with pytest.raises(ValueError, match="mask must hold only 0 and 1"):
+                grpo_loss(logps, advantages, torch.full((2, 3), wrong), impl=impl)
+    for wrong in (float("inf"), -float("inf")):
+        sampled = logps.clone()
+        sampled[0, 1] = wrong
+        given = {"config": GRPOLossConfig(off_policy_mask_threshold=0.1), "sampling_per_token_logps": sampled}
+        with pytest.raises(ValueError, match="sampling_per_token_logps must be finite, or NaN where there is none"):
+            grpo_loss(logps, advantages, **given)
+        assert grpo_loss(logps, advantages, sampled != wrong, **given).loss.isfinite()
+
+
 def test_wrong_values_raise_before_any_gradient():
     weight = torch.randn(V, H, requires_grad=True)
     with pytest.raises(ValueError, match="advantages must be finite"):

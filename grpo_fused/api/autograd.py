@@ -101,7 +101,7 @@ class LinearLoss(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Any, saved: tuple[Any, ...], dloss: Tensor | None, *_: Any) -> Any:
         if dloss is None:
             return None, None, None, None
         (_, dhidden, dweight, dbias, *tensors), (hidden_dtype, weight_dtype, bias_dtype) = saved, ctx.dtypes
@@ -147,7 +147,7 @@ class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(
-        ctx: Any, saved: tuple[Tensor, ...], dlogps: Tensor | None, dentropies: Tensor | None,
+        ctx: Any, saved: tuple[Any, ...], dlogps: Tensor | None, dentropies: Tensor | None,
         dalternatives: Tensor | None,
     ) -> Any:  # fmt: skip
         count = len(Scores._fields)
@@ -202,7 +202,7 @@ class GRPOObjective(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Any, saved: tuple[Any, ...], dloss: Tensor | None, *_: Any) -> Any:
         if dloss is None:
             return None, None, None
         _, dlogps, dentropies = saved
@@ -227,9 +227,7 @@ class SelectiveLogprobs(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(
-        ctx: Any, saved: tuple[Tensor, ...], dlogps: Tensor | None, dentropies: Tensor | None
-    ) -> Any:
+    def backward(ctx: Any, saved: tuple[Any, ...], dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
         call: LogitsCall = attach(ctx.call, saved)
         if not call.with_entropy:  # torch.compile passes zeros for the empty placeholder
             dentropies = None

@@ -128,6 +128,11 @@ def fused_linear_divergence(
         elif other_ids is not None and other_logprobs is not None and not any(is_there[:2]):
             if kind != "forward_kl":
                 raise ValueError(f"other_ids and other_logprobs are for kind='forward_kl'; got {kind!r}")
+            of_head = {"other_lm_head_bias": other_lm_head_bias, "other_softcap": other_softcap}
+            if other_logit_scale != 1.0 or any(x is not None for x in of_head.values()):
+                raise ValueError(
+                    f"{', '.join(of_head)} and other_logit_scale are of another head; other_logprobs has none"
+                )
             check.check_likeliest(other_ids, other_logprobs, layout)
         else:
             got = ", ".join(name for name, x in others.items() if x is not None) or "none"

@@ -55,7 +55,7 @@ from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.engines.divergence import torch_rows
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.pairs import Pairs
-from grpo_fused.engines.products import ieee_products, dhidden_dtype, rounded_bias
+from grpo_fused.engines.products import dhidden_dtype, ieee_products, rounded_bias
 from grpo_fused.engines.scratch import sparse_zeros_like
 from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.objective.batch import TokenBatch
@@ -81,7 +81,9 @@ def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def make(body: Callable[..., Any]) -> Any:
         body.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
-        operator: Any = torch.library.custom_op(f"grpo_fused::{body.__name__}", body, mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+        operator: Any = torch.library.custom_op(
+            f"grpo_fused::{body.__name__}", body, mutates_args=(), tags=torch.Tag.cudagraph_unsafe
+        )
         operator.fake = lambda fake: operator.register_fake(lambda *values: fake(build(kind, iter(values))))
         return operator
 

@@ -422,6 +422,7 @@ def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | No
     if not values_are_checked(device):
         return
     check_offsets(layout)
+    _check_zero_or_one(inputs.completion_mask)
     if inputs.num_items_in_batch is not None and not float(inputs.num_items_in_batch) > 0:
         raise ValueError(f"num_items_in_batch must be > 0; got {float(inputs.num_items_in_batch)}")
     sequence = layout.sequence_ids(device)
@@ -429,6 +430,8 @@ def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | No
     _refuse("advantages", "be finite, not NaN,", ~layout.per_token(inputs.advantages, sequence).isfinite(), active)
     _refuse_no_logps("old_per_token_logps", inputs.old_per_token_logps, active)
     _refuse_no_logps("ref_per_token_logps", inputs.ref_per_token_logps, active)
+    if (sampling := inputs.sampling_per_token_logps) is not None:
+        _refuse("sampling_per_token_logps", "be finite, or NaN where there is none", sampling.isinf(), active)
     if entropies is not None:
         _refuse("entropies", "be finite, not NaN,", ~entropies.isfinite(), active)
     ratio = inputs.importance_sampling_ratio

@@ -12,9 +12,9 @@ from grpo_fused.engines.base import MANY, Engine, Gradients, Tokens, Work
 from grpo_fused.engines.products import (
     VOCAB_BLOCK_BYTES_CUDA,
     accumulate_weight_gradient,
+    dhidden_dtype,
     gradient_dtype,
     hidden_gradient,
-    dhidden_dtype,
 )
 from grpo_fused.engines.scratch import scratch_budget
 from grpo_fused.kernels.row_types import Coefficients, Entries

@@ -21,7 +21,7 @@ from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.engines.base import MANY, Cost, Gradients, Tokens, Work, even_chunks, longest_chunk
 from grpo_fused.engines.gradients import GradientSums
-from grpo_fused.engines.products import native_products, dhidden_dtype
+from grpo_fused.engines.products import dhidden_dtype, native_products
 from grpo_fused.engines.rows import z_
 from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
 

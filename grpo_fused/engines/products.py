@@ -151,8 +151,8 @@ def gradient_dtype(head: LMHead) -> torch.dtype:
 
 
 def dhidden_dtype(head: LMHead) -> torch.dtype:
-    """Dtype that dH is held in until the upstream gradient multiplies it: that of its product, but not fp16, whose range
-    a loss scale may leave."""
+    """Dtype that dH is held in until the upstream gradient multiplies it: its product's, or fp32 for one of fp16, whose
+    range a loss scale may leave."""
     dtype = gradient_dtype(head)
     return torch.float32 if has_fp32_output(head) or dtype == torch.float16 else dtype
 

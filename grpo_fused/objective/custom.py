@@ -16,6 +16,7 @@ from torch import Tensor
 
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.layout import Layout, offsets_of, values_are_checked
+from grpo_fused.call.options import check_choice
 from grpo_fused.objective.batch import LOWEST_LOGP
 
 Scope = Literal["token", "sequence", "batch"]
@@ -174,9 +175,12 @@ def check_objective(
     Raises:
         ValueError: The results differ (the message says by how much), or `fused_linear_objective` would refuse them.
     """
+    check_choice(scope, "scope", Scope)
     inputs = dict(inputs or {})
     shape = next(iter(inputs.values())).shape if inputs else torch.Size([8, -(-num_tokens // 8)])
     shape = shape if len(shape) == 2 else torch.Size([1, *shape])
+    if scope == "sequence" and shape[0] < 2:
+        raise ValueError(f"scope 'sequence' needs inputs [B, T] of two sequences or more; got {list(shape)}")
     g = torch.Generator().manual_seed(seed)
     random = partial(torch.rand, generator=g, dtype=torch.float64, device="cpu")
     logps, entropies = -3.0 * random(shape.numel()), 2.0 * random(shape.numel()) if with_entropy else None

@@ -159,7 +159,7 @@ class _PerTokenLoss(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, saved: tuple[Tensor, ...], upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, saved: tuple[Any, ...], upstream: Tensor) -> tuple[Tensor, None, None]:
         (logps,) = saved
         weight = torch.where(ctx.batch.mask, upstream.to(logps.dtype).reshape(-1), 0.0)
         weighted = replace(ctx.batch, weight=weight)

@@ -135,9 +135,7 @@ class PredictedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(
-        ctx: Any, saved: tuple[Tensor, ...], dlogps: Tensor | None, dentropies: Tensor | None
-    ) -> Any:
+    def backward(ctx: Any, saved: tuple[Any, ...], dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
         rows, gstar, hstar, one_nat, dhidden, dweight, dbias, *tensors = saved
         call: LogprobsCall = attach(ctx.call, tensors)
         if not call.with_entropy:
