@@ -140,6 +140,23 @@ CONFIGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_small_b_in_fp16(impl):
+    """The gradient of u, dlogits B, is far below fp16's range: without a loss scale it would be 0, and so would dA."""
+    case = case_of("plain", torch.float16, 1, torch.float32)
+    (adapter,) = case.adapters
+    adapter.b.data *= 1e-3
+    loss = fused_linear_logprobs(
+        case.hidden, case.weight, case.ids, case.mask, lm_head_adapter=case.adapters, impl=impl
+    ).logps.sum() / 1000  # fmt: skip
+    (found,) = torch.autograd.grad(loss, [adapter.a])
+    exact = HeadAdapter(adapter.a.double(), adapter.b.double(), adapter.scale)
+    given = case.hidden.double(), case.weight.double(), case.ids, case.mask
+    logps = fused_linear_logprobs(*given, lm_head_adapter=exact, impl="reference").logps
+    (want,) = torch.autograd.grad(logps.sum() / 1000, [adapter.a])
+    assert_close([found], [want], torch.float16)
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
@@ -531,6 +548,10 @@ def _halves(**changes: Any) -> QuantizedWeight:
     ("error", "match", "changes"),
     [
         (TypeError, "HeadAdapter or a sequence of them; got str", {"lm_head_adapter": "lora"}),
+        (
+            ValueError, "at least 1e-30; got 1e-3.: take 1 for a row of zeros",
+            {"lm_head_weight": _quantized(scale=torch.ones(V).index_fill(0, torch.tensor([3]), 1e-37))},
+        ),
         (TypeError, "HeadAdapter or a sequence of them; got Tensor", {"lm_head_adapter": [torch.zeros(2)]}),
         (TypeError, "HeadAdapter or a sequence of them; got Tensor", {"lm_head_adapter": torch.zeros(2)}),
         (ValueError, r"lm_head_adapter.a must have shape \(r, 64\)", {"lm_head_adapter": _adapter(a=torch.zeros(R, 8))}),

@@ -66,5 +66,9 @@ def composed(
     if compute != wide:  # the rounded term carries the whole gradient
         # converted again, not the same tensor: then autograd adds their gradients in the wide dtype
         terms += [low_rank.to(compute), (low_rank - terms[0]).detach().to(compute)]
+    if compute == torch.float16:  # the numbers of fp16, but gradients in fp32: with a small B that of u underflows
+        rounding = [(term.detach().to(wide) - low_rank.detach()) for term in terms[:2]]
+        terms = [*(low_rank + x for x in rounding), terms[2].to(wide)]
+        states = states.to(wide)
     head = head._replace(weight=columns, base=weight, row_scale=scale, terms=len(terms))
     return head, torch.cat([states, *terms], dim=-1)

@@ -67,7 +67,8 @@ def _logits(hidden: Tensor, head: LMHead, active: Tensor) -> Tensor:
     """[..., V] at temperature 1; hidden states count 0 where not `active`."""
     compute, dtype, bias = head.compute_dtype, head.statistics_dtype, rounded_bias(hidden, head).bias
     with torch.autocast(hidden.device.type, enabled=False), ieee_products():
-        states = torch.where(active.unsqueeze(-1), hidden.to(compute).to(dtype), 0.0)
+        rounded = hidden.to(compute) if head.base is None else hidden  # `composed` has done so, for gradients in fp32
+        states = torch.where(active.unsqueeze(-1), rounded.to(dtype), 0.0)
         if head.base is None:
             logits = states @ head.operand(head.weight).to(dtype).T
         else:

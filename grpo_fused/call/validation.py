@@ -169,6 +169,12 @@ def check_adapters(
     adapters: Sequence[HeadAdapter], hidden_states: Tensor, weight: Tensor | QuantizedWeight, *, has_group: bool
 ) -> None:
     """A [r, H] and B [V, r] of each, beside a checked frozen weight [V, H]; dropout in [0, 1), none for slices of V."""
+    scale = weight.scale if adapters and isinstance(weight, QuantizedWeight) and weight.scales_rows else None
+    if scale is not None and values_are_checked(scale.device) and float(least := scale.abs().min()) < 1e-30:
+        raise ValueError(
+            f"beside an adapter, which is divided by them, scales of lm_head_weight must be at least 1e-30; got "
+            f"{float(least):.3g}: take 1 for a row of zeros"
+        )
     for adapter in adapters:
         if not isinstance(adapter, HeadAdapter):
             raise TypeError(f"lm_head_adapter must be HeadAdapter or a sequence of them; got {type(adapter).__name__}")
