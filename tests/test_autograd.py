@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from helpers import Case, frobenius_error, make_case, make_config
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -448,3 +449,12 @@ def test_several_upstream_gradients_at_once(impl):
     single = torch.autograd.grad(call.loss, (hidden, weight))
     for several, one in zip(batched, single, strict=True):
         torch.testing.assert_close(several, torch.stack([one * u for u in upstream]))
+
+
+def test_operators_are_left_out_of_cuda_graphs():
+    """They wait for the device, which `torch.compile(mode="reduce-overhead")` would capture."""
+    names = [name for name in OPDEFS if name.startswith("grpo_fused::")]
+    assert len(names) > 5
+    for name in names:
+        operator = getattr(torch.ops.grpo_fused, name.removeprefix("grpo_fused::")).default
+        assert torch.Tag.cudagraph_unsafe in operator.tags, name

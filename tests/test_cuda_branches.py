@@ -215,6 +215,7 @@ def test_a_graph_that_is_kept_scales_to_the_same_bits(impl, double, monkeypatch)
         narrow = gradient.to(dtype)
         found = autograd.scaled(narrow.clone(), third, dtype, "cuda")
         assert torch.equal(found, (narrow.float() * third).to(dtype))
+        assert torch.equal(autograd.times(narrow, third), narrow.float() * third)  # as AMD's dH
 
 
 @pytest.mark.parametrize("impl", ENGINES)

@@ -127,11 +127,8 @@ def head_of(
         lm_head_weight = whole(lm_head_weight, group)
     bias = None if bias is None else whole(bias, group)
     given = options.get("lm_head_adapter")
-    if given is None:
-        adapters: tuple[HeadAdapter, ...] = ()
-    else:
-        one = isinstance(given, (HeadAdapter, Tensor))  # a tensor is refused below
-        adapters = (given,) if one else tuple(given)  # type: ignore[arg-type, assignment]
+    given = () if given is None else given
+    adapters = (given,) if isinstance(given, HeadAdapter) else tuple(given)
     adds = options.get("add_to_weight_grad", False)
     if adds:
         check.check_grad_can_be_added_to(lm_head_weight)
