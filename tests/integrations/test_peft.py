@@ -242,10 +242,12 @@ def test_the_trainer_trains_an_adapted_head() -> None:
     """Two micro-batches add up."""
     pytest.importorskip("accelerate")
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
     from grpo_fused.trainer import GRPOTrainerConfig, Policy, Rollout, Updater
     from grpo_fused.trainer.update import Window
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # other tests train in bf16
     model, accelerator = adapted(), Accelerator()
     ids, mask = token_ids(shape=(4, 3)), torch.ones(4, 3, dtype=torch.bool)
     rollout = Rollout(prompt_ids=ids, prompt_mask=mask, completion_ids=ids + 1, completion_mask=mask)
