@@ -10,11 +10,19 @@ import time
 from grpo_fused.trainer.interrupt import StopRequest
 
 
+def _wait(ready) -> None:
+    ready.set()
+    time.sleep(60)
+
+
 def test_a_fork_ends_when_it_is_terminated(capfd) -> None:
     """A reward may run a program in a fork, and terminate it; the trainer's own handler only asks for a stop."""
     with StopRequest() as request:
-        fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        context = multiprocessing.get_context("fork")
+        ready = context.Event()
+        fork = context.Process(target=_wait, args=(ready,), daemon=True)
         fork.start()
+        assert ready.wait(20)  # Python drops a signal that comes while a fork starts
         fork.terminate()
         fork.join(20)
         assert fork.exitcode == -signal.SIGTERM
