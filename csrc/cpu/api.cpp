@@ -225,7 +225,7 @@ const char* guarded(F&& f) {
 
 #define API extern "C" __attribute__((visibility("default")))
 
-// Of which functions these are: see cpu_library.py. A library of before that is called with other arguments crashes.
+// A hash of the declarations in this file, which cpu_library.py expects: calls of a library with others would crash.
 API const char* grpo_signature() { return "8c0f04ff"; }
 
 // Why the engine cannot run here, or an empty text.

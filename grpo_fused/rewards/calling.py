@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 Rewards = Sequence[float | None] | Awaitable[Sequence[float | None]]
@@ -96,8 +95,8 @@ def arguments_for(name: str, function: RewardFunction, batch: Batch) -> dict[str
 def raised(error: BaseException) -> str:
     """What a user's code raised, and where."""
     text = f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # without that of the caller
-    imports = ("<frozen", importlib.__file__, str(Path(__file__).parents[1] / "trainer" / "recipe.py"))
+    frames = traceback.extract_tb(error.__traceback__)
+    imports = ("<frozen", importlib.__file__, frames[0].filename)  # that of the caller
     places = [f" ({frame.filename}:{frame.lineno})" for frame in frames if not frame.filename.startswith(imports)]
     return text + (places[-1] if places else "")
 

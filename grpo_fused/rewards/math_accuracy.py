@@ -73,13 +73,12 @@ def math_accuracy_reward(
         if isinstance(right, bool) or not isinstance(right, (str, int, float)):
             raise TypeError(f"the {column} column must hold str, int, float or None; got {type(right).__name__}")
         text = format(Decimal(repr(right)), "f") if isinstance(right, float) else str(right)  # not 1e-05: that is e - 5
-        answer, reference = (
-            None if x is None else x.replace("\N{MINUS SIGN}", "-")
-            for x in (stated_answer(text_of(completion)), reference_answer(text))
-        )
-        assert reference is not None
-        if answer is None or answer == reference:
-            return float(answer is not None)
+        answer, reference = stated_answer(text_of(completion)), reference_answer(text)
+        if answer is None:
+            return 0.0
+        answer, reference = (x.replace("\N{MINUS SIGN}", "-") for x in (answer, reference))
+        if answer == reference:
+            return 1.0
         number, expected = plain_number(answer), plain_number(reference)
         wants_number = expected is not None or is_one_number(reference)
         if wants_number and not accept_expressions and not is_one_number(answer):
