@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import random
 import re
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,7 @@ class Batches(Iterator[list[Row]]):
 
     def __init__(self, rows: Sequence[Row], size: int, seed: int = 0) -> None:
         self.rows, self.size, self.seed = rows, size, seed
+        self._prompts = hash_of_prompts(rows)
         self._epoch = self._position = 0
 
     def __next__(self) -> list[Row]:
@@ -135,15 +137,21 @@ class Batches(Iterator[list[Row]]):
         """Epochs done; 1.0 after the last complete batch of the first."""
         return self._epoch + self._position / (len(self.rows) - len(self.rows) % self.size)
 
-    def state_dict(self) -> dict[str, int]:
-        """The position, for JSON: epochs done, rows taken of this one, and the data set's length and seed."""
+    @property
+    def place(self) -> dict[str, Any]:
+        """Epochs done, rows taken of this one, and the data set's length and seed."""
         return {"epoch": self._epoch, "position": self._position, "length": len(self.rows), "seed": self.seed}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """The place, for JSON, with a hash of the prompts."""
+        return {**self.place, "prompts": self._prompts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to the position of a state; the batch size may be another one.
 
         Raises:
-            ValueError: The state is malformed, or of a data set with another length or seed, and so another order.
+            ValueError: The state is malformed, of a data set with another length or seed, and so another order, or with
+                other prompts.
         """
         counts = all(type(state.get(key)) is int and state[key] >= 0 for key in ("epoch", "position"))
         here = self.state_dict()
@@ -153,6 +161,9 @@ class Batches(Iterator[list[Row]]):
                 f"the state must be a place in a data set of {len(self.rows)} rows with seed {self.seed}; "
                 f"got {dict(state)}"
             )
+        # a state of a release before this one has no hash
+        if state.get("prompts", self._prompts) != self._prompts:
+            raise ValueError(f"the data set must have the prompts that the run began with; got {len(self.rows)} others")
         self._epoch, self._position = state["epoch"], state["position"]
 
 
@@ -198,11 +209,16 @@ class Stream(Iterator[list[Row]]):
                 return row
         raise ValueError(f"train_dataset must make rows with prompts that fit; got none in {_MOST_LEFT_OUT}")
 
-    def state_dict(self) -> dict[str, int]:
-        """The position, for JSON: rows taken or left out, and the seed."""
+    @property
+    def place(self) -> dict[str, Any]:
+        """Rows taken or left out, and the seed."""
         return {"position": self._position, "seed": self.seed}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """The place, for JSON."""
+        return self.place
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to the position of a state.
 
         Raises:
@@ -262,12 +278,26 @@ class RowFilter:
 
 
 def check_same_rows(batches: Batches | Stream, eval_rows: Sequence[Row] | None) -> None:
-    """Raises unless all processes have the same numbers of rows: each takes its part of every batch, by position."""
-    train = len(batches.rows) if isinstance(batches, Batches) else 0
-    counts = gather_object([(train, 0 if eval_rows is None else len(eval_rows))])
+    """Raises unless all processes have the same prompts: each takes its part of every batch, by position."""
+    train, held_out = batches.rows if isinstance(batches, Batches) else [], eval_rows or []
+    counts = gather_object([(len(train), len(held_out))])
     if len(set(counts)) > 1:
-        each = ", ".join(f"process {i}: {train} and {held_out}" for i, (train, held_out) in enumerate(counts))
-        raise ValueError(f"all processes must have the same rows for training and evaluation; got {each}")
+        each = ", ".join(f"process {i}: {n} and {m}" for i, (n, m) in enumerate(counts))
+    elif len(set(gather_object([hash_of_prompts(chain(train, held_out))]))) > 1:
+        each = f"{len(train)} and {len(held_out)} on each, with other prompts"
+    else:
+        return
+    raise ValueError(f"all processes must have the same rows for training and evaluation; got {each}")
+
+
+def hash_of_prompts(rows: Iterable[Row]) -> str:
+    """SHA-256 of the texts of all prompts in their order, with the roles of chat messages."""
+    texts = hashlib.sha256()
+    for row in rows:
+        prompt = row["prompt"]
+        parts = prompt if isinstance(prompt, str) else [(message["role"], message["content"]) for message in prompt]
+        texts.update(json.dumps(parts).encode())
+    return texts.hexdigest()
 
 
 @lru_cache(maxsize=1)

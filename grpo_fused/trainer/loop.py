@@ -229,9 +229,9 @@ class GRPOTrainer:
     def step(self) -> Metrics:
         """One rollout and the optimizer steps on it."""
         started = time.perf_counter()
-        # the random numbers of a step depend on the run's seed and its place in the data, which the state of `batches`
-        # has: a resumed run gets those of an uninterrupted one
-        place = f"{self.batches.state_dict()} {self.accelerator.process_index}"
+        # the random numbers of a step depend on the run's seed and its place in the data: a resumed run gets those of an
+        # uninterrupted one
+        place = f"{self.batches.place} {self.accelerator.process_index}"
         set_seed(random.Random(place).getrandbits(32))  # seeded by text, whose hash is the same on every machine
         with self.peers.together():
             rollout, rewards = self.collect()  # B sequences of this process, their rewards [B, F]

@@ -188,10 +188,10 @@ def shared(rank: int, folder: Path, kind: str, loss_type: str) -> str:
     return "returned"
 
 
-def other_rows(rank: int, folder: Path, rows: int) -> str:
+def other_rows(rank: int, folder: Path, rows: slice) -> str:
     """One process has other rows than the other one when it makes its trainer."""
     if rank == 1:
         (folder / "fault").write_text(repr(time.time()))
-        runs.ROWS = runs.ROWS[:rows]
+        runs.ROWS = runs.ROWS[rows]
     runs.make(None, accelerator=Accelerator(cpu=True))
     return "made"

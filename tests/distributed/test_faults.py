@@ -96,6 +96,8 @@ def test_other_rows_on_one_process(tmp_path):
         "ValueError: all processes must have the same rows for training and evaluation; "
         "got process 0: 6 and 0, process 1: 5 and 0"
     )
-    assert [outcome.said for outcome in run_pair(tmp_path, other_rows, 5)] == [want, want]
+    assert [outcome.said for outcome in run_pair(tmp_path, other_rows, slice(5))] == [want, want]
+    want = want.partition("process 0")[0] + "6 and 0 on each, with other prompts"
+    assert [outcome.said for outcome in run_pair(tmp_path, other_rows, slice(None, None, -1))] == [want, want]
     reason = "ValueError: train_dataset must have at least 2 rows, as many as a step takes; got 0"
-    assert [outcome.said for outcome in run_pair(tmp_path, other_rows, 0)] == [peer(reason), reason]
+    assert [outcome.said for outcome in run_pair(tmp_path, other_rows, slice(0))] == [peer(reason), reason]

@@ -216,10 +216,13 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, monkeypatch: p
         make(tmp_path, resume=True)
 
 
-def test_another_number_of_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, steps=1).train()
     monkeypatch.setattr(runs, "ROWS", runs.ROWS[:-1])
     with pytest.raises(CheckpointError, match="a place in a data set of 5 rows with seed 0; got .*'length': 6"):
+        make(tmp_path, steps=2, resume=True)
+    monkeypatch.setattr(runs, "ROWS", [*runs.ROWS, {"prompt": "1+1=", "answer": "2"}])
+    with pytest.raises(CheckpointError, match="must have the prompts that the run began with; got 6 others"):
         make(tmp_path, steps=2, resume=True)
 
 

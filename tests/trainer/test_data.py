@@ -298,3 +298,22 @@ def test_another_state_is_refused(change: Any) -> None:
     batches = Batches(ROWS, 2)
     with pytest.raises(ValueError, match=r"must be a place in a data set of 10 rows with seed 0; got {"):
         batches.load_state_dict(batches.state_dict() | change)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("Count.", "Count!"),
+        ([{"role": "user", "content": "Count."}], [{"role": "system", "content": "Count."}]),
+        ([{"role": "user", "content": "Count."}], "Count."),
+    ],
+)
+def test_a_state_of_other_prompts_is_refused(first: Any, second: Any) -> None:
+    rows = [{"prompt": "Say 1.", "answer": 1}, {"prompt": first, "answer": 2}]
+    state = Batches(rows, 1).state_dict()
+    Batches([dict(row, answer=7) for row in rows], 1).load_state_dict(state)
+    others = Batches([rows[0], {"prompt": second, "answer": 2}], 1)
+    with pytest.raises(ValueError, match="must have the prompts that the run began with; got 2 others"):
+        others.load_state_dict(state)
+    del state["prompts"]  # as older checkpoints
+    others.load_state_dict(state)
