@@ -8,13 +8,15 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from grpo_fused.rewards import RewardModel
 from grpo_fused.rewards.calling import RewardError
 from grpo_fused.rewards.text import Text
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Row, Stream, check_rows, is_file
 from grpo_fused.trainer.metrics import Metrics, format_facts
-from grpo_fused.trainer.recipe import Parts, Recipe, Reward, build_trainer, is_function, with_adapter
+from grpo_fused.trainer.recipe import LoRA, Parts, Recipe, Reward, build_trainer, is_function, with_adapter
 from grpo_fused.trainer.scoring import score_completions
 from grpo_fused.trainer.tasks import TASKS, format_rows
 from grpo_fused.trainer.tiny import tiny_model, tiny_reward_model, tiny_tokenizer
@@ -45,7 +47,7 @@ def dry_run(recipe: Recipe) -> Metrics:
         RewardModel(tiny_reward_model(tokenizer), tokenizer) if reward.model is not None else reward.load()
         for reward in kept
     ]
-    model = with_adapter(tiny_model(tokenizer), recipe.lora)
+    model = adapted(tiny_model(tokenizer), recipe.lora)
     reference = None if recipe.reference_model is None else tiny_model(tokenizer, seed=1)
     parts = Parts(model, tokenizer, rewards, rows, held_out_rows(recipe), None, reference)
     with tempfile.TemporaryDirectory() as folder:
@@ -78,9 +80,20 @@ def dry_run(recipe: Recipe) -> Metrics:
     return metrics
 
 
+def adapted(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
+    """The tiny model with the recipe's adapter; on all linear layers if it has none of those that are named."""
+    try:
+        return with_adapter(model, lora)
+    except ValueError:  # peft found nothing to adapt
+        assert lora is not None
+        return with_adapter(model, replace(lora, target_modules="all-linear"))
+
+
 def report(recipe: Recipe, metrics: Metrics) -> str:
     """What a dry run has checked, and what not."""
     not_checked = [f"the reward {place_of(x)} ({why})" for x, why in unchecked_rewards(recipe)]
+    if recipe.lora is not None and recipe.lora.target_modules != "all-linear":
+        not_checked.append("whether the model has lora.target_modules")
     if recipe.has_eval and not is_local(recipe, recipe.eval_source):
         not_checked.append("held-out rows")
     names = [name for name in metrics if name.startswith("rewards/") and not name.endswith("every_other")]

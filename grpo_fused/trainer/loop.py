@@ -135,7 +135,7 @@ class GRPOTrainer:
 
         sampling = sampling_of(config, model, tokenizer)
         encode = partial(encode_prompt, tokenizer, embeddings=embeddings_of(model))
-        rows = RowFilter(encode, config.max_prompt_length, length_check(engine, config), self.log.say)
+        rows = RowFilter(encode, config.max_prompt_length, length_check(engine, model, config), self.log.say)
         self.eval_rows = None if eval_dataset is None else rows.usable(eval_dataset, 1, "eval_dataset")
         self.batches = rows.batches(train_dataset, config.prompts_per_step, config.seed)
         check_same_rows(self.batches, self.eval_rows)

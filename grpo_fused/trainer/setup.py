@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_fused.rollouts.engine import RolloutEngine, Sampling
+from grpo_fused.rollouts.errors import PromptError
 from grpo_fused.rollouts.vllm import VLLMEngine
 from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
 from grpo_fused.trainer.policy import disable_dropout
@@ -79,12 +80,32 @@ def sampling_of(config: GRPOTrainerConfig, model: PreTrainedModel, tokenizer: Pr
     return sampling
 
 
-def length_check(engine: RolloutEngine | None, config: GRPOTrainerConfig) -> Callable[[int], None]:
-    """Raises PromptError if the engine has no room for a prompt of as many tokens and its completion."""
-    if not isinstance(engine, VLLMEngine):
-        return lambda prompt: None
-    check_for_vllm(config)
-    return lambda prompt: engine.check_length(prompt, config.max_completion_length)
+def length_check(
+    engine: RolloutEngine | None, model: PreTrainedModel, config: GRPOTrainerConfig
+) -> Callable[[int], None]:
+    """Raises PromptError if engine or model has no room for a prompt of as many tokens and its completion."""
+    completion, positions = config.max_completion_length, learned_positions(model)
+    if isinstance(engine, VLLMEngine):
+        check_for_vllm(config)
+        return lambda prompt: engine.check_length(prompt, completion)
+
+    def check(prompt: int) -> None:
+        if positions is not None and prompt + completion > positions:
+            raise PromptError(
+                f"a prompt and its completion must have at most {positions} tokens, the positions that the model has; "
+                f"got a prompt of {prompt} and max_completion_length {completion} (max_prompt_length leaves out rows)"
+            )
+
+    return check
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """The number of positions that a model has an embedding for (GPT-2, OPT); None if they are computed."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tokens = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m not in tokens]
+    # OPT's table begins with two rows that are no position
+    return positions if any(table.num_embeddings in (positions, (positions or 0) + 2) for table in tables) else None
 
 
 def adamw(model: PreTrainedModel, config: GRPOTrainerConfig) -> torch.optim.AdamW:

@@ -385,6 +385,15 @@ def test_a_dry_run_says_what_prompts_alone_cannot_show(recipe: Path, capsys: pyt
         main(["train", "--config", str(recipe), "--eval-dataset", str(other), "--dry-run"])
 
 
+def test_a_dry_run_adapts_layers_that_the_tiny_model_lacks(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "--config", str(recipe), "--lora.target-modules", "[c_attn]", "--dry-run"])
+    printed = capsys.readouterr().out
+    assert "what is learned, whether the model has lora.target_modules" in printed
+    assert "dry run: ok" in printed
+    main(["train", "--config", str(recipe), "--lora.r", "4", "--dry-run"])
+    assert "target_modules" not in capsys.readouterr().out
+
+
 def test_functions_are_found_by_path(tmp_path: Path) -> None:
     assert load_function("grpo_fused.rewards:format_reward").__name__ == "format_reward"
     with pytest.raises(ValueError, match='must be "module:function"'):

@@ -11,7 +11,15 @@ from accelerate import Accelerator, tracking
 from accelerate.utils import DistributedType
 from trainer.small_model import build_small_model
 from trainer.small_trainer import SMALL, count_ones, make_trainer
-from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GraniteConfig,
+    GraniteForCausalLM,
+    OPTConfig,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
 
 from grpo_fused import GRPOLossConfig
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
@@ -221,6 +229,19 @@ def test_a_prompt_that_cannot_be_encoded_is_refused_before_the_first_step(
     rows: Any = [{"prompt": text}] * 2
     with pytest.raises(PromptError, match=message):
         make_trainer(model, tokenizer, (lambda index: rows[0]) if generated else rows)
+
+
+@pytest.mark.parametrize("build", [GPT2Config, OPTConfig], ids=["gpt2", "opt"])
+def test_a_prompt_and_its_completion_must_have_positions(
+    build: Any, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "word_embed_proj_dim": 16}
+    config = build(**sizes, vocab_size=len(tokenizer), max_position_embeddings=8, pad_token_id=0, eos_token_id=1)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    rows = [{"prompt": "1+1="}, {"prompt": "1+12="}]
+    with pytest.raises(PromptError, match="row 1 of train_dataset: .* at most 8 tokens, .* a prompt of 5 and .* 4 "):
+        make_trainer(model, tokenizer, rows)
+    make_trainer(model, tokenizer, rows, max_completion_length=3).step()
 
 
 def test_tokens_beyond_the_embedding_may_exist(
