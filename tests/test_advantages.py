@@ -254,7 +254,9 @@ def test_at_last_token():
     (TypeError, "rewards must be a tensor or .*'good'", lambda: estimators.rloo(["good", 0.0], 2)),
     (ValueError, r"lengths must have shape \(6,\); got \(3,\)", lambda: estimators.opo(R, 3, torch.ones(3))),
     (ValueError, "rewards must be >= 0 for maxrl.*got -1", lambda: estimators.maxrl([-1.0, 2.0], 2)),
-    (ValueError, r"baselines must be \(6,\), finite", lambda: estimators.remax(R, torch.ones(2))),
+    (ValueError, r"baselines must have shape \(6,\); got \(2,\)", lambda: estimators.remax(R, torch.ones(2))),
+    (TypeError, "baselines must be a torch.Tensor; got list", lambda: estimators.remax(R, [1.0] * 6)),
+    (ValueError, "baselines must be finite", lambda: estimators.remax(R, torch.full((6,), math.nan))),
     (ValueError, "rewards must be 0 or 1 for pass_at_k", lambda: estimators.pass_at_k(R, 3, 2)),
     (ValueError, "k must be at most num_generations=2; got 3", lambda: estimators.pass_at_k([1.0, 0.0], 2, 3)),
     (ValueError, r"gamma must be in \(0, 1\]; got 2",
@@ -268,6 +270,9 @@ def test_at_last_token():
     (ValueError, "old_per_token_logps must be finite on active tokens",
      lambda: estimators.optimal_token_baseline(*[torch.ones(2, 2)] * 2, 2, torch.full((2, 2), math.nan), torch.ones(2, 2))),
     (ValueError, r"mask must have shape \(2, T\); got \(3, 2\)", lambda: estimators.at_last_token([1.0, 2.0], torch.ones(3, 2))),
+    (ValueError, "a mask must hold only 0 and 1", lambda: estimators.at_last_token([1.0], torch.full((1, 2), 7))),
+    (ValueError, "a mask must hold only 0 and 1",
+     lambda: estimators.reinforce_plus_plus(torch.ones(1, 2), torch.full((1, 2), 0.5))),
 ])  # fmt: skip
 def test_estimators_refuse(error, message, call):
     with pytest.raises(error, match=message):

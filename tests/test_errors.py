@@ -101,7 +101,8 @@ VALUE_ERRORS = {
     "gmpo-token-advantages": (r"loss_type='gmpo' needs one advantage a sequence, \[2\]; got shape \(2, 3\)",
                               lambda: loss(advantages=torch.ones(B, T), config=make_config("gmpo"))),
     "items-zero": ("num_items_in_batch must be > 0; got 0", lambda: loss(num_items_in_batch=0)),
-    "items-tensor-negative": ("num_items_in_batch must be > 0; got -1.0", lambda: loss(num_items_in_batch=torch.tensor(-1.0))),
+    "items-tensor-negative": ("num_items_in_batch must be > 0 and finite; got -1.0", lambda: loss(num_items_in_batch=torch.tensor(-1.0))),
+    "items-tensor-infinite": ("num_items_in_batch must be > 0 and finite; got inf", lambda: loss(num_items_in_batch=torch.tensor(torch.inf))),
     "items-shape": (r"num_items_in_batch must have shape \(\); got \(1,\)",
                     lambda: loss(num_items_in_batch=torch.ones(1))),
     "items-unused": ("num_items_in_batch is not used by loss_type='grpo'",
@@ -130,6 +131,8 @@ VALUE_ERRORS = {
     "logits-shape": (r"logits must have shape \(2, 3, V\); got \(2, 2, 5\)",
                      lambda: selective_logprobs(torch.randn(2, 2, 5), torch.zeros(2, 3, dtype=torch.int64))),
     "hidden-nan": ("^hidden_states must be finite on active tokens; got others at 1", lambda: loss(hidden_states=nan_at(B, T, H))),
+    "adapter-a-nan": ("^hidden_states, also times the A of lm_head_adapter, must be finite on active tokens; got others at 6", lambda: loss(
+        lm_head_weight=torch.randn(V, H), lm_head_adapter=HeadAdapter(nan_at(1, H), torch.ones(V, 1)))),
     "hidden-inf-softcap": ("hidden_states must be finite on active tokens; got others at 6", lambda: fused_linear_logprobs(
         torch.full((B, T, H), torch.inf), torch.randn(V, H), torch.zeros(B, T, dtype=torch.int64), softcap=5.0)),
     "hidden-minus-inf": ("hidden_states must be finite on active tokens; got others at 1", lambda: loss(
@@ -164,6 +167,8 @@ TYPE_ERRORS = {
     "items": ("num_items_in_batch must be a number; got 'all'", lambda: loss(num_items_in_batch="all")),
     "offsets": ("cu_seqlens must be int32 or int64; got torch.float32",
                 lambda: packed(cu_seqlens=torch.tensor([0.0, 2.0, 5.0]))),
+    "compact": ("compact must be True or False; got 'no'", lambda: loss(compact="no")),
+    "adds": ("add_to_weight_grad must be True or False; got 0", lambda: loss(add_to_weight_grad=0)),
     "scratch": ("max_scratch_bytes must be an int; got 1.5", lambda: loss(max_scratch_bytes=1.5)),
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from grpo_fused.call.candidates import CandidateSets, may_need_whole_head
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.call.layout import Layout, split_temperature
-from grpo_fused.call.options import check_integer
+from grpo_fused.call.options import check_flag, check_integer
 from grpo_fused.engines import Impl
 from grpo_fused.engines.products import compute_dtype
 from grpo_fused.ranks.handshake import refusing_together
@@ -130,6 +130,7 @@ def head_of(
     given = () if given is None else given
     adapters = (given,) if isinstance(given, HeadAdapter) else tuple(given)
     adds = options.get("add_to_weight_grad", False)
+    check_flag(adds, "add_to_weight_grad")
     if adds:
         check.check_grad_can_be_added_to(lm_head_weight)
     adds = adds and not adapters  # their own hooks must be called
@@ -141,6 +142,8 @@ def head_of(
     check.check_head_numbers(temperature, logit_scale, softcap, layout)
     if max_scratch_bytes is not None:
         check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
+    compact = options.get("compact", True)
+    check_flag(compact, "compact")
     compute = compute_dtype(hidden_states, lm_head_weight if isinstance(lm_head_weight, Tensor) else hidden_states)
     impl, width = options.get("impl", "auto"), hidden_states.shape[-1]
     form = engines.WeightForm.of(lm_head_weight, adapters)
@@ -159,7 +162,7 @@ def head_of(
         hidden_states,
         head,
         TokenSets.of(sets),
-        Run(engine, max_scratch_bytes, options.get("compact", True), ParallelGroups.encode(group), adds, any_whole),
+        Run(engine, max_scratch_bytes, compact, ParallelGroups.encode(group), adds, any_whole),
     )
 
 

@@ -35,6 +35,12 @@ def check_integer(x: object, name: str, *, least: int) -> None:
     check_number(x, name, least=least)
 
 
+def check_flag(x: object, name: str) -> None:
+    """A bool."""
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} must be True or False; got {x!r}")
+
+
 def check_choice(x: object, name: str, literal: Any) -> None:
     """One of the values of a `Literal`."""
     if x not in get_args(literal):

@@ -381,7 +381,7 @@ def check_token_values(
         layout.check_reading("temperature", temperature)
     if not values_are_checked(token_ids.device):
         return
-    _check_zero_or_one(mask)
+    check_zero_or_one(mask)
     active = active_tokens(mask, token_ids).reshape(-1)
     ids = token_ids.reshape(-1)[active].to(torch.int64)
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
@@ -400,6 +400,8 @@ def check_call_states(call: LinearCall) -> None:
         if name.endswith("hidden_states") and states is not None:
             # two passes without a copy, also of bf16; the maximum of a row with a NaN is NaN
             finite = states.amax(-1).isfinite() & states.amin(-1).isfinite()
+            if name == "hidden_states" and call.lm_head.base is not None and call.lm_head.weight.shape[1]:
+                name += ", also times the A of lm_head_adapter,"
             _refuse(name, "be finite", ~finite, active_tokens(call.mask, call.token_ids).reshape(-1))
 
 
@@ -428,9 +430,9 @@ def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | No
     if not values_are_checked(device):
         return
     check_offsets(layout)
-    _check_zero_or_one(inputs.completion_mask)
-    if inputs.num_items_in_batch is not None and not float(inputs.num_items_in_batch) > 0:
-        raise ValueError(f"num_items_in_batch must be > 0; got {float(inputs.num_items_in_batch)}")
+    check_zero_or_one(inputs.completion_mask)
+    if inputs.num_items_in_batch is not None and not 0 < float(inputs.num_items_in_batch) < math.inf:
+        raise ValueError(f"num_items_in_batch must be > 0 and finite; got {float(inputs.num_items_in_batch)}")
     sequence = layout.sequence_ids(device)
     active = active_tokens(inputs.completion_mask, sequence).reshape(-1)
     _refuse("advantages", "be finite, not NaN,", ~layout.per_token(inputs.advantages, sequence).isfinite(), active)
@@ -450,7 +452,7 @@ def check_rollout_values(old_per_token_logps: Tensor, mask: Tensor | None, layou
     """Offsets that cover the tokens, masks of 0 and 1, and old log-probs that are numbers where a token is active."""
     if values_are_checked(old_per_token_logps.device):
         check_offsets(layout)
-        _check_zero_or_one(mask)
+        check_zero_or_one(mask)
         active = active_tokens(mask, old_per_token_logps).reshape(-1)
         _refuse_no_logps("old_per_token_logps", old_per_token_logps, active)
 
@@ -484,7 +486,8 @@ def _spreadable(layout: Layout) -> list[tuple[Size, ...]]:
     return [(layout.num_sequences,), (layout.num_sequences, 1), tuple(layout.shape)]
 
 
-def _check_zero_or_one(mask: Tensor | None) -> None:
+def check_zero_or_one(mask: Tensor | None) -> None:
+    """Values of a mask."""
     if mask is not None and mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
         raise ValueError("a mask must hold only 0 and 1 (or be bool); got other values")
 

@@ -118,8 +118,9 @@ def remax(rewards: Rewards, baselines: Tensor, *, weights: Weights = None) -> Te
     Source: arXiv 2310.10505; checked against verl 0.9.1 `remax`.
     """
     summed = _summed(rewards, weights)
-    if baselines.shape != summed.shape or not baselines.isfinite().all():
-        raise ValueError(f"baselines must be {tuple(summed.shape)}, finite; got {tuple(baselines.shape)}")
+    check.check_tensor(baselines, "baselines", check.FLOAT, tuple(summed.shape))
+    if not baselines.isfinite().all():
+        raise ValueError("baselines must be finite; got others")
     return _judged(summed - baselines.to(summed))
 
 
@@ -348,6 +349,7 @@ def at_last_token(rewards: Rewards, mask: Tensor, *, weights: Weights = None) ->
     """
     summed = _summed(rewards, weights)
     check.check_tensor(mask, "mask", check.ZERO_OR_ONE, (len(summed), "T"))
+    check.check_zero_or_one(mask)
     active = mask != 0
     following = active.flip(1).cumsum(1).flip(1)
     return torch.where(active & (following == 1), summed.nan_to_num(nan=0.0).to(mask.device).unsqueeze(1), 0.0)
@@ -393,6 +395,7 @@ def _tokens(token_rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """[B, T] fp64 rewards and bool mask."""
     check.check_tensor(token_rewards, "token_rewards", check.ANY, ("B", "T"))
     check.check_mask(mask, token_rewards, "mask")
+    check.check_zero_or_one(mask)
     rewards = token_rewards.detach().double()
     if not rewards.isfinite().all():
         raise ValueError("token_rewards must be finite; got NaN or an infinite one")

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from decimal import Decimal
 
-from grpo_fused.call.options import check_number
+from grpo_fused.call.options import check_flag, check_number
 from grpo_fused.rewards import math_verifier
 from grpo_fused.rewards.answer import is_one_number, plain_number, reference_answer, stated_answer
 from grpo_fused.rewards.text import Text, judge_each, text_of
@@ -61,8 +61,7 @@ def math_accuracy_reward(
     column, right_answers = ("solution", solution) if answer is None else ("answer", answer)
     if right_answers is None:
         raise ValueError(f'expected a column "answer" or "solution"; the data set has {sorted(columns)}')
-    if not isinstance(accept_expressions, bool):
-        raise TypeError(f"accept_expressions must be True or False; got {accept_expressions!r}")
+    check_flag(accept_expressions, "accept_expressions")
     check_number(seconds, "seconds", above=0.0)
     check_number(total_seconds, "total_seconds", above=0.0)
     verify, deadline = _installed() if use_math_verify is None else use_math_verify, time.monotonic() + total_seconds

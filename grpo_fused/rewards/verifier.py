@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from grpo_fused.call.options import check_flag
 from grpo_fused.rewards.text import Text, extract_answer, judge_each, text_of
 
 
@@ -34,8 +35,7 @@ def score_answer_reward(
 
     Source: `score_answer` of the data sets of reasoning-gym (arXiv 2505.24760).
     """
-    if not isinstance(tagged, bool):
-        raise TypeError(f"tagged must be True or False; got {tagged!r}")
+    check_flag(tagged, "tagged")
 
     def judge(completion: Text, verifier: Callable[[str], float | None]) -> float | None:
         if not callable(verifier):

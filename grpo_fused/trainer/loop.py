@@ -223,14 +223,15 @@ class GRPOTrainer:
             self.log.finish(history, time.perf_counter() - started, self.checkpointer.newest())
             if self.steps_done < self.config.steps:
                 self.stopped_by = stop.requested or signal.SIGINT  # of another process
-                tqdm.write(f"stopped after step {self.steps_done} of {self.config.steps}; continue with --resume")
+                how = "" if self.output_dir is None else "; continue with --resume"
+                tqdm.write(f"stopped after step {self.steps_done} of {self.config.steps}{how}")
         return history
 
     def step(self) -> Metrics:
         """One rollout and the optimizer steps on it."""
         started = time.perf_counter()
-        # the random numbers of a step depend on the run's seed and its place in the data: a resumed run gets those of an
-        # uninterrupted one
+        # the random numbers of a step depend on the run's seed and its place in the data: a resumed run gets those of
+        # an uninterrupted one
         place = f"{self.batches.place} {self.accelerator.process_index}"
         set_seed(random.Random(place).getrandbits(32))  # seeded by text, whose hash is the same on every machine
         with self.peers.together():

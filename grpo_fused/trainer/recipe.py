@@ -259,6 +259,8 @@ def with_system_prompt(row: Row, system_prompt: str) -> Row:
     prompt: Any = row["prompt"]
     if isinstance(prompt, str):
         return {**row, "prompt": f"{system_prompt}\n\n{prompt}"}
+    if prompt[0]["role"] == "system":
+        raise ValueError(f"system_prompt must be left out where rows have a system message; got {prompt[0]!r:.80}")
     return {**row, "prompt": [{"role": "system", "content": system_prompt}, *prompt]}
 
 

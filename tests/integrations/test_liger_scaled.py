@@ -93,7 +93,7 @@ def test_autocast_rounds_no_logits(dtype):
     [
         ({"m_tiles_per_cluster": 0}, ValueError, "m_tiles_per_cluster must be at least 1; got 0"),
         ({"m_tiles_per_cluster": True}, TypeError, "m_tiles_per_cluster must be an int; got True"),
-        ({"return_entropy": 1}, TypeError, "return_entropy must be a bool; got int"),
+        ({"return_entropy": 1}, TypeError, "return_entropy must be True or False; got 1"),
         ({"temperature": 0.0}, ValueError, "temperature"),
         ({"target": torch.zeros(M - 1, dtype=torch.int64)}, ValueError, "shape"),
         ({"target": torch.full((M,), V)}, ValueError, rf"{V}"),

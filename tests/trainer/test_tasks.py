@@ -72,6 +72,13 @@ def test_system_prompts(system_prompt: str, chat: bool, expected: Any) -> None:
     assert format_rows(TASKS["gsm8k"], [RAW_GSM8K], system_prompt, chat=chat) == [{"prompt": expected, "answer": "2"}]
 
 
+def test_a_second_system_message_is_refused() -> None:
+    rows = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "1+1"}]
+    with pytest.raises(ValueError, match="must be left out where rows have a system message; got .*Be long"):
+        with_system_prompt({"prompt": rows}, "Be brief.")
+    assert with_system_prompt({"prompt": rows[1:]}, "Be long.") == {"prompt": rows}
+
+
 @pytest.mark.parametrize(
     ("worked", "final"),
     [

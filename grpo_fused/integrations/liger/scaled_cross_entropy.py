@@ -8,7 +8,7 @@ from torch import Tensor
 from grpo_fused.api.fused_linear import fused_linear_logprobs
 from grpo_fused.call import validation as check
 from grpo_fused.call.candidates import CandidateSets
-from grpo_fused.call.options import check_integer
+from grpo_fused.call.options import check_flag, check_integer
 
 
 class FusedLinearScaledCrossEntropyFunction:
@@ -50,8 +50,7 @@ class FusedLinearScaledCrossEntropyFunction:
         Source: liger-kernel 0.8.5, `liger_kernel/ops/fused_linear_scaled_cross_entropy.py`, for the interface.
         """
         check_integer(m_tiles_per_cluster, "m_tiles_per_cluster", least=1)
-        if not isinstance(return_entropy, bool):
-            raise TypeError(f"return_entropy must be a bool; got {type(return_entropy).__name__}")
+        check_flag(return_entropy, "return_entropy")
         check.check_token_ids(target, "target")
         active = target != ignore_index
         sets, places = None, None
