@@ -42,11 +42,11 @@ def share_failures() -> Iterator[None]:
         store = _store()  # the block may have made the group
         if store is None:
             raise
-        if not _is_lost(failure):
+        if (lost := _lost(failure)) is None:
             with suppress(RuntimeError):  # the store was in a process that has ended
                 store.set(f"{_KEY}{dist.get_rank()}", str(reason_of(failure)))
             raise
-        raise _explained(store, failure) from failure
+        raise _explained(store, lost) from failure
 
 
 def _store() -> Any:
@@ -54,6 +54,13 @@ def _store() -> Any:
 
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return _get_default_store() if several else None
+
+
+def _lost(failure: BaseException | None) -> BaseException | None:
+    """The failure, or what caused it, if that is a lost connection."""
+    while failure is not None and not _is_lost(failure):
+        failure = failure.__cause__
+    return failure
 
 
 def _is_lost(failure: BaseException) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
@@ -118,6 +118,8 @@ class Checkpointer:
                 raise ValueError("resume needs the output_dir of the run; got none")
             return 0
         existing = checkpoint.checkpoints(self.output_dir)
+        if resume and len(set(found := gather_object([str(self.newest())]))) > 1:
+            raise CheckpointError(f"all processes must see the same newest checkpoint, on a shared disk; got {found}")
         if existing and resume:
             hint = f" (an older one exists: {existing[-2].name})" if len(existing) > 1 else ""
             with checkpoint.naming(f"cannot resume from {existing[-1]}{hint}"):
@@ -186,6 +188,7 @@ class Checkpointer:
             if self.output_dir is None:
                 raise
             path = self.output_dir / f"failed-step-{step}-process-{self.accelerator.process_index}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)  # the main process makes the folder of its own disk
             tensors = rollout.tensors() | {"advantages": advantages}
             save_file({name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, path)
             raise type(error)(f"{error} in step {step}; its batch is in {path}") from error

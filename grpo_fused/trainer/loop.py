@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import set_seed
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ from grpo_fused.trainer.data import Row, RowFilter, Rows, check_same_rows
 from grpo_fused.trainer.evaluation import evaluate
 from grpo_fused.trainer.interrupt import StopRequest
 from grpo_fused.trainer.metrics import Metrics, RunLog, check_trackers, format_facts
-from grpo_fused.trainer.peers import Peers, check_processes
+from grpo_fused.trainer.peers import Peers, check_processes, check_same_start
 from grpo_fused.trainer.policy import Policy, Reference
 from grpo_fused.trainer.prompts import encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import Rollout
@@ -128,7 +128,9 @@ class GRPOTrainer:
             raise ValueError(
                 f"prompts_per_step must be divisible by the {processes} processes; got {config.prompts_per_step}"
             )
-        begins_with: dict[str, str] = broadcast_object_list([identity(model, tokenizer)])[0]
+        begins_with = identity(model, tokenizer)
+        others = [] if reference_model is None else [identity(reference_model, tokenizer)]
+        check_same_start(self.accelerator, begins_with, *others)
         self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))
         self.reward_weights = torch.tensor(reward_weights_of(reward_functions, reward_weights))
         self._silent: set[str] = set()  # reward functions that were named for judging nothing
@@ -205,7 +207,7 @@ class GRPOTrainer:
                 total=self.config.steps, initial=self.steps_done, desc="GRPO", unit="step", mininterval=1.0,
                 disable=None if self.accelerator.is_main_process else True,  # None: off if the output is not a terminal
             )  # fmt: skip
-            while self.steps_done < self.config.steps and not self.peers.any(stop.requested > 0):
+            while self.steps_done < self.config.steps and not (stopped_by := self.peers.most(stop.requested)):
                 metrics = {"step": self.steps_done + 1} | self.step()
                 self.steps_done += 1
                 self.checkpointer.remember()
@@ -222,9 +224,9 @@ class GRPOTrainer:
             self.save()
             self.log.finish(history, time.perf_counter() - started, self.checkpointer.newest())
             if self.steps_done < self.config.steps:
-                self.stopped_by = stop.requested or signal.SIGINT  # of another process
+                self.stopped_by = stopped_by
                 how = "" if self.output_dir is None else "; continue with --resume"
-                tqdm.write(f"stopped after step {self.steps_done} of {self.config.steps}{how}")
+                self.log.say(f"stopped after step {self.steps_done} of {self.config.steps}{how}")
         return history
 
     def step(self) -> Metrics:

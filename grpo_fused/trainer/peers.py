@@ -32,7 +32,11 @@ class Peers:
 
     def any(self, flag: bool) -> bool:
         """Whether it is set on any process; all processes call it."""
-        return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum") > 0)
+        return self.most(flag) > 0
+
+    def most(self, number: int) -> int:
+        """The largest of all processes' numbers; all processes call it."""
+        return int(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
 
     def shared(self, error: Error) -> Error:
         """The error, which all processes raise now: they have the same numbers."""
@@ -64,6 +68,22 @@ class Peers:
         self._in_collectives = self.is_sharded
         yield
         self._in_collectives = False
+
+
+def check_same_start(accelerator: Accelerator, *models: dict[str, str]) -> None:
+    """Raises unless all processes have models of the same identity.
+
+    The policy's weights become those of the first process (DDP), or shards of all (FSDP2), but not its reference's.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if getattr(plugin, "cpu_ram_efficient_loading", False):
+        return  # only the first process has weights yet
+    found = gather_object([models])
+    if others := [process for process, there in enumerate(found) if there != found[0]]:
+        raise ValueError(
+            "all processes must begin with the same weights and vocabulary, of model and reference_model; got others "
+            f"on the processes {others} (a random model needs the same seed on each)"
+        )
 
 
 def check_processes(accelerator: Accelerator) -> None:

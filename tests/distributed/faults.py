@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +22,11 @@ from distributed.jobs import of_vocabulary, rows_of, slices
 from distributed.workers import forkserver
 from helpers import make_case, make_config
 from trainer import runs
+from trainer.small_model import build_small_model
 
 from grpo_fused import ParallelGroups, share_failures
+from grpo_fused.trainer import GRPOTrainer
+from grpo_fused.trainer.checkpoint import naming
 
 LIMIT = 120
 """seconds within which both processes must have ended; the first pair waits for imports"""
@@ -186,6 +189,30 @@ def shared(rank: int, folder: Path, kind: str, loss_type: str) -> str:
     runs.leave = leave
     runs.shared(str(folder), kind, loss_type)
     return "returned"
+
+
+def under_another_error(rank: int, folder: Path) -> str:
+    """A lost connection is what caused the error of the process that stays."""
+    dist.init_process_group("gloo")
+    dist.barrier()
+    with share_failures(), naming("cannot resume") if rank == 0 else nullcontext():
+        if rank == 1:
+            fail(folder, "memory")
+        dist.barrier()
+    return "done"
+
+
+def other_start(rank: int, folder: Path, what: str) -> str:
+    """The processes have other weights, another reference, or another newest checkpoint."""
+    make = partial(runs.make, accelerator=Accelerator(cpu=True))
+    if what == "weights":
+        runs.build_small_model = partial(build_small_model, seed=rank)  # type: ignore[assignment]
+    elif what == "reference":
+        runs.GRPOTrainer = partial(GRPOTrainer, reference_model=build_small_model(21, seed=rank))  # type: ignore[misc, assignment]
+    elif what == "disk":
+        make(folder / str(rank), steps=1).train()
+    make(folder / str(rank), steps=2, resume=what == "disk")
+    return "made"
 
 
 def other_rows(rank: int, folder: Path, rows: slice) -> str:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
-from distributed.faults import losses, other_rows, run_pair, training, twice, without_launcher
+from distributed.faults import (
+    losses,
+    other_rows,
+    other_start,
+    run_pair,
+    training,
+    twice,
+    under_another_error,
+    without_launcher,
+)
 from distributed.test_training import free_port
 
 from grpo_fused import share_failures
@@ -74,7 +83,7 @@ def test_a_process_that_hangs_between_two_losses(layout, tmp_path):
         pytest.param("reward", "leaves", peer("SystemExit: 3"), "SystemExit: 3", [], id="leaves", marks=full),
         pytest.param("update", "kill", KILLED, "", [], id="killed"),
         pytest.param("reward", "kill", KILLED, "", [], id="killed-in-reward", marks=full),
-        pytest.param("reward", "term", "stopped by 2 after step 3", "stopped by 15 after step 3",
+        pytest.param("reward", "term", "stopped by 15 after step 3", "stopped by 15 after step 3",
                      ["checkpoint-000003"], id="sigterm"),
     ],
 )  # fmt: skip
@@ -89,6 +98,22 @@ def test_a_process_that_hangs_in_training(tmp_path):
     waiting, hanging = run_pair(tmp_path, training, "reward", "hangs", 10.0)
     assert waiting.said == SILENT
     assert hanging.said == KILLED
+
+
+@pytest.mark.parametrize("what", ["weights", "reference", "disk"])
+def test_processes_that_begin_in_another_way(what, tmp_path):
+    want = (
+        "ValueError: all processes must begin with the same weights and vocabulary, of model and reference_model; got "
+        "others on the processes [1] (a random model needs the same seed on each)"
+    )
+    if what == "disk":
+        found = [str(tmp_path / "0" / "checkpoint-000001"), "None"]
+        want = f"CheckpointError: all processes must see the same newest checkpoint, on a shared disk; got {found}"
+    assert [outcome.said for outcome in run_pair(tmp_path, other_start, what)] == [want, want]
+
+
+def test_a_lost_process_under_another_error(tmp_path):
+    assert [outcome.said for outcome in run_pair(tmp_path, under_another_error)] == [peer(MEMORY), MEMORY]
 
 
 def test_other_rows_on_one_process(tmp_path):
