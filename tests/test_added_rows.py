@@ -225,12 +225,19 @@ def hooked_after(weight: Tensor) -> Tensor:
     return weight
 
 
+def partitioned(weight: Tensor) -> Tensor:
+    """As DeepSpeed ZeRO-3 marks a parameter."""
+    weight.ds_id = 0
+    return weight
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (hooked, "one with hooks"),
         (hooked_after, "one with hooks"),
         (lambda weight: weight * 1, "no leaf"),
+        (partitioned, "no plain tensor"),
         (lambda weight: weight.as_subclass(type("Sharded", (Tensor,), {})), "no plain tensor"),
     ],
 )

@@ -127,11 +127,24 @@ def test_matches_trl_arithmetic(aggregation, missing):
         (ValueError, "one reward per function; got rows of", lambda: group_advantages([[1.0], [1.0, 2.0]], 2)),
         (TypeError, "rewards must be a tensor or .*'good'", lambda: group_advantages(["good", 1.0], 2)),
         (TypeError, "num_generations must be an int; got 2.0", lambda: group_advantages([1.0, 2.0], 2.0)),
+        (ValueError, r"a finite one for each reward function; got \[nan\]",
+         lambda: group_advantages([1.0, 2.0], 2, weights=[math.nan])),
+        (TypeError, "rewards must be a tensor or .*'1.0'", lambda: group_advantages(["1.0", 2.0], 2)),
+        (TypeError, "rewards must be real numbers; got torch.complex64",
+         lambda: group_advantages(torch.zeros(2, dtype=torch.complex64), 2)),
     ],
 )  # fmt: skip
 def test_refuses(error, message, call):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_large_rewards_keep_their_digits():
+    rewards = torch.tensor([1e6, 1e6 + 0.01, 1e6 + 0.03], dtype=torch.float64, requires_grad=True)
+    out = group_advantages(rewards, 3)
+    d = torch.tensor([0.0, 0.01, 0.03], dtype=torch.float64)
+    torch.testing.assert_close(out.advantages, ((d - d.mean()) / (d.std() + 1e-4)).float(), rtol=1e-5, atol=0)
+    assert not out.advantages.requires_grad
 
 
 R = [1.0, 0.0, 4.0, 3.0, 2.0, 2.0]
@@ -208,6 +221,12 @@ def test_whitened_over_tokens(name):
         assert got[0] < got[2]
 
 
+def test_gdpo_adds_a_millionth_to_the_standard_deviation():
+    """verl's number: 1e-4, that of `group_advantages`, would take a third off the first group."""
+    got = estimators.gdpo([0.0, 2e-4, 0.0, 2.0], 2, torch.ones(4))
+    assert float(got[1] / got[3]) == pytest.approx(2**0.5 / (2**0.5 + 0.01), rel=1e-5)
+
+
 def test_reinforce_plus_plus():
     rewards = torch.tensor([[0.0, 1.0, 0.0, 2.0], [3.0, 0.0, 0.0, 9.0]])
     mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])
@@ -241,6 +260,14 @@ def test_optimal_token_baseline():
         torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-6)
 
 
+def test_optimal_token_baseline_of_a_mask_with_a_hole():
+    """A reward on a masked token does not count, and of two equally long samples none has a tail."""
+    mask, p = torch.tensor([[1, 0, 1], [1, 0, 1]]), torch.full((2, 3), 0.5)
+    rewards = torch.tensor([[0.0, 7.0, 1.0], [0.0, 0.0, 3.0]])
+    got = estimators.optimal_token_baseline(rewards, mask, 2, p.log(), p)
+    torch.testing.assert_close(got, torch.tensor([[-1.0, 0.0, -1.0], [1.0, 0.0, 1.0]]))
+
+
 def test_at_last_token():
     mask = torch.tensor([[1, 1, 0], [0, 1, 0], [0, 0, 0]])
     got = estimators.at_last_token([5.0, None, 2.0], mask)
@@ -269,6 +296,9 @@ def test_at_last_token():
      lambda: estimators.optimal_token_baseline(*[torch.ones(2, 2)] * 2, 2, torch.ones(2, 2), torch.ones(2))),
     (ValueError, "old_per_token_logps must be finite on active tokens",
      lambda: estimators.optimal_token_baseline(*[torch.ones(2, 2)] * 2, 2, torch.full((2, 2), math.nan), torch.ones(2, 2))),
+    (ValueError, "lengths must be numbers of tokens, at least 0; got -1",
+     lambda: estimators.opo(R, 3, torch.tensor([2, 1, 3, 0, 5, -1]))),
+    (ValueError, "k must be at least 1; got 0", lambda: estimators.pass_at_k([1.0, 0.0], 2, 0)),
     (ValueError, r"mask must have shape \(2, T\); got \(3, 2\)", lambda: estimators.at_last_token([1.0, 2.0], torch.ones(3, 2))),
     (ValueError, "a mask must hold only 0 and 1", lambda: estimators.at_last_token([1.0], torch.full((1, 2), 7))),
     (ValueError, "a mask must hold only 0 and 1",

@@ -46,6 +46,12 @@ def nan_at(*shape):
     return x
 
 
+def marked(x, name, value):
+    """As DeepSpeed and bitsandbytes mark their parameters."""
+    setattr(x, name, value)
+    return x
+
+
 class _Adapter(torch.nn.Linear):
     lora_A = None
 
@@ -109,6 +115,7 @@ VALUE_ERRORS = {
                      lambda: loss(num_items_in_batch=4.0, config=make_config("grpo"))),
     "temperature-zero": ("temperature must be > 0; got 0", lambda: loss(temperature=0)),
     "temperature-tensor": ("temperature must be > 0 on active tokens; got others at 3 of 6, the first at token 3 ", lambda: loss(temperature=torch.tensor([1.0, 0.0]))),
+    "temperature-tensor-nan": ("temperature must be > 0 on active tokens; got others at 3", lambda: loss(temperature=torch.tensor([1.0, torch.nan]))),
     "temperature-nan": ("temperature must be finite; got nan", lambda: loss(temperature=float("nan"))),
     "temperature-shape": (r"temperature must have shape \(2,\) or \(2, 1\) or \(2, 3\); got \(5,\)",
                           lambda: loss(temperature=torch.ones(5))),
@@ -130,6 +137,8 @@ VALUE_ERRORS = {
                           lambda: grpo_loss(torch.zeros(B, T), torch.ones(B), config=GRPOLossConfig(entropy_coef=0.1))),
     "logits-shape": (r"logits must have shape \(2, 3, V\); got \(2, 2, 5\)",
                      lambda: selective_logprobs(torch.randn(2, 2, 5), torch.zeros(2, 3, dtype=torch.int64))),
+    "logits-empty": (r"logits must have V >= 1; got shape \(2, 3, 0\)",
+                     lambda: selective_logprobs(torch.randn(B, T, 0), torch.zeros(B, T, dtype=torch.int64))),
     "hidden-nan": ("^hidden_states must be finite on active tokens; got others at 1", lambda: loss(hidden_states=nan_at(B, T, H))),
     "adapter-a-nan": ("^hidden_states, also times the A of lm_head_adapter, must be finite on active tokens; got others at 6", lambda: loss(
         lm_head_weight=torch.randn(V, H), lm_head_adapter=HeadAdapter(nan_at(1, H), torch.ones(V, 1)))),
@@ -154,6 +163,8 @@ TYPE_ERRORS = {
                       lambda: loss(lm_head_weight=torch.zeros(V, H, dtype=torch.uint8))),
     "weight-quantised": ("quantised, packed or sparse one", lambda: loss(lm_head_weight=_quantised_weight())),
     "weight-sparse": ("quantised, packed or sparse one", lambda: loss(lm_head_weight=torch.eye(V, H).to_sparse())),
+    "weight-of-bytes-stored-as-bf16": ("quantised, packed or sparse one",
+                                       lambda: loss(lm_head_weight=marked(torch.randn(V, H), "quant_state", object()))),
     "weight-module": ("got a module Linear: pass .* or the .weight .* of a plain head", lambda: loss(lm_head_weight=torch.nn.Linear(H, V))),
     "weight-adapter": ("with lm_head_adapter for a low-rank change of it",
                        lambda: loss(lm_head_weight=_Adapter(H, V))),

@@ -335,6 +335,14 @@ def test_bad_calls(options, message):
         pair.run(config, **given)
 
 
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_a_token_that_the_reference_excludes_is_an_error(impl):
+    pair = Pair(15, dtype=torch.float32, B=4, T=8, H=16, V=60)
+    excluded = torch.zeros(60).index_fill(0, torch.tensor([7]), -torch.inf)
+    with pytest.raises(ValueError, match="tokens whose exact KL is inf or NaN"):
+        pair.run(config_of({}), lm_head_bias=torch.zeros(60), ref_lm_head_bias=excluded, impl=impl)
+
+
 def test_candidates_are_refused():
     pair = Pair(14, dtype=torch.float32, B=4, T=8, H=16, V=60)
     sets = CandidateSets.from_mask(torch.ones(4, 8, 60, dtype=torch.bool))

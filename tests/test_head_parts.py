@@ -586,6 +586,12 @@ def test_errors(error, match, changes):
         _call(**changes)
 
 
+def test_a_weight_that_requires_a_gradient_may_be_scored_without_one():
+    weight = torch.zeros(V, H, requires_grad=True)
+    with torch.no_grad():
+        assert _call(lm_head_weight=weight) is not None
+
+
 def test_numbers_of_float64_and_zeros():
     case = case_of("nf4", torch.float64)
     weight = replace(case.weight, scale=torch.rand(V, 4, dtype=torch.float64))

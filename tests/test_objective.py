@@ -173,6 +173,16 @@ def test_vespo_s_rate_has_a_floor(bound, impl):
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_vespo_s_advantage_of_zero_is_a_good_one(impl):
+    """Only the metric shows it: phi at a ratio of e^0.5, by k and rate of A >= 0."""
+    config = GRPOLossConfig(loss_type="vespo", vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=1.0)
+    old = torch.full((1, 1), -0.5)
+    out = grpo_loss(torch.zeros(1, 1), torch.zeros(1), old_per_token_logps=old, config=config, impl=impl)
+    want = math.exp(3.0 + 2.0 * 0.5 - 3.0 * math.exp(0.5))
+    assert float(out.metrics["vespo/phi_seq_mean"]) == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
 def test_vespo_s_ratio_of_a_sequence_has_a_floor(impl):
     """Two log-ratios of -15 make log w = log 1e-8, and not -30, which a small k shows."""
     logps = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)

@@ -28,6 +28,8 @@ X = torch.zeros(3)
          lambda: objectives.gspo()(X, advantages=X)),
         (ValueError, r"gspo\(.*\): cu_seqlens must rise from 0 to the number of tokens, 3; got \[0, 2\]",
          lambda: objectives.gspo()(X, advantages=X, cu_seqlens=torch.tensor([0, 2]))),
+        (TypeError, r"gspo\(.*\): cu_seqlens must be int32 or int64; got torch.float32",
+         lambda: objectives.gspo()(X, advantages=X, cu_seqlens=torch.tensor([0.0, 3.0]))),
         (TypeError, "sums over sequences needs scope 'sequence' or 'batch', and cu_seqlens",
          lambda: objectives.mixture(a=objectives.gspo(), b=objectives.kl_cov())(
              X, advantages=X, a_weights=X + 1, b_weights=X)),
@@ -51,6 +53,10 @@ X = torch.zeros(3)
          lambda: objectives.rollout_rejection(objectives.gpg(), "token", "k3", low=0.5, high=1.0)),
         (ValueError, "level must be one of token, sequence_sum, sequence_mean; got 'sequence_max'",
          lambda: objectives.rollout_truncation(objectives.gpg(), "sequence_max")),
+        (ValueError, "low must be at most high; got low=2.0 and high=1.0",
+         lambda: objectives.rollout_truncation(objectives.gpg(), low=2.0, high=1.0)),
+        (ValueError, "low must be at most high; got low=2.0 and high=1.0",
+         lambda: objectives.rollout_rejection(objectives.gpg(), low=2.0, high=1.0)),
         (ValueError, "policy must be one of current, old; got 'ref'",
          lambda: objectives.rollout_rejection(objectives.gpg(), high=2.0, policy="ref")),
     ],
@@ -64,6 +70,7 @@ def test_ends_of_a_range_that_are_in_it():
     objectives.ipo(kl_coef=0.0)
     objectives.clip_cov(share=1.0)
     objectives.score_centered_ipo(threshold=0.0)
+    objectives.icepop(low=1.0, high=1.0)
 
 
 def test_repr_has_name_and_scope():

@@ -300,6 +300,55 @@ def test_on_policy_without_old_log_probs():
                 torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+def test_dppo_kl_keeps_a_token_that_has_become_certain():
+    """p = 1 in floating point: the divergence from q = 0.9999 is 8e-4 nats, not infinite."""
+    logps, old, one = torch.zeros(1), torch.full((1,), -1e-4), torch.ones(1)
+    inputs = {"advantages": one, "old_per_token_logps": old}
+    assert float(evaluate(objectives.dppo_kl(), logps, inputs, None)[1]) == pytest.approx(-1.0, abs=1e-3)
+
+
+def test_gmpo_has_the_mean_of_advantages_that_differ():
+    logps, inputs, cu_seqlens = case(0)
+    A = inputs["advantages"] = torch.arange(1.0, 10.0, dtype=torch.float64)
+    mean = torch.cat([A[:3].mean().expand(3), A[3:8].mean().expand(5), A[8:]])
+    got = evaluate(ALL["gmpo"], logps, inputs, cu_seqlens)
+    want = evaluate(ALL["gmpo"], logps, {**inputs, "advantages": mean}, cu_seqlens)
+    torch.testing.assert_close(got[0], want[0])
+
+
+@pytest.mark.parametrize(("drift", "advantage", "options", "factor"), [
+    (-1.0, 1.0, {"clip_high_only": False}, 0.8),
+    (-1.0, 1.0, {}, 1.0),
+    (30.0, 1.0, {"clip_range": None, "delta": None}, math.exp(20)),
+    (-30.0, -1.0, {"clip_range": None, "delta": None}, 0.8),
+])  # fmt: skip
+def test_the_factor_of_fipo(drift, advantage, options, factor):
+    """The first token has a ratio of 1, or of 5 where it is bad, and the second moves by `drift`."""
+    own = 0.0 if advantage > 0 else math.log(5)
+    old = torch.tensor([-3.0 - own, -31.0 - drift], dtype=torch.float64)
+    logps, A = torch.tensor([-3.0, -31.0], dtype=torch.float64), torch.full((2,), advantage, dtype=torch.float64)
+    objective = objectives.fipo(**options, half_life=1e9)
+    if drift > 0:  # log-ratios are at most 20: two tokens make 40
+        old, logps, A = (torch.cat([x, x[1:]]) for x in (old, logps, A))
+    got = objective(logps, None, cu_seqlens=torch.tensor([0, len(A)]), advantages=A, old_per_token_logps=old)[0]
+    assert float(got) == pytest.approx(-factor * advantage * (1.0 if advantage > 0 else 5.0), rel=1e-6)
+
+
+def test_a_rejected_log_ratio_counts_as_at_most_20_nats():
+    """One token of ten is 1000 nats off: the mean is 2, not 100."""
+    sampling = torch.full((10,), -1.0).index_fill(0, torch.tensor([3]), -1001.0)
+    made = objectives.rollout_rejection(objectives.gpg(), "sequence_mean", low=math.exp(-2.5), high=1.5)
+    logps = torch.full((10,), -1.0)
+    got = made(logps, cu_seqlens=torch.tensor([0, 10]), advantages=-logps, sampling_per_token_logps=sampling)
+    assert got.tolist() == [1.0] * 10
+
+
+def test_inputs_get_no_gradient():
+    logps, inputs, _ = case(0)
+    leaf = inputs["advantages"].clone().requires_grad_()
+    assert not ALL["gpg"](logps, advantages=leaf).requires_grad
+
+
 def test_clip_cov_leaves_out_few_candidates():
     logps, inputs, _ = case(3, lengths=(100, 0, 300, 100))
     objective = objectives.clip_cov(0.01, 0.05, 5.0, generator=torch.Generator().manual_seed(1))
@@ -319,6 +368,11 @@ def test_clip_cov_leaves_out_few_candidates():
         assert not (bound & (evaluate(drawn, logps, inputs, None)[0] == 0)).any()
     assert (grad[out] == 0).all()
     assert torch.equal(got[got != 0], whole[got != 0])
+    few = evaluate(objectives.clip_cov(1e-5, 0.05, 5.0), logps, inputs, None)[0]
+    assert (few == 0).sum() == 1, "at least one"
+    below = evaluate(objectives.clip_cov(1.0, 0.05, 0.1), logps, inputs, None)[0] == 0
+    assert below.any()
+    assert (cov[below] < 0.1).all()
     again = objectives.clip_cov(0.01, 0.05, 5.0, generator=torch.Generator().manual_seed(1))
     assert torch.equal(evaluate(again, logps, inputs, None)[0], got)
 

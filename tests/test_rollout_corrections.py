@@ -179,6 +179,7 @@ def test_masked_tokens_and_empty_sequences_have_no_effect(mode):
         empty = importance_sampling_correction(torch.zeros(shape), torch.zeros(shape), mode=mode)
         assert empty.ratio.shape == ((shape[0], 1) if mode.startswith("sequence") else shape)
         assert float(empty.metrics[f"{DIFFERENCE}/max"]) == 0.0
+        assert float(empty.metrics[f"{DIFFERENCE}/mean"]) == 0.0
     none = importance_sampling_correction(old, sampling, torch.zeros_like(mask), mode=mode)
     assert float(none.metrics[f"{RATIO}/min"]) == (1.0 if mode.startswith("sequence") else 0.0)
 
@@ -186,6 +187,7 @@ def test_masked_tokens_and_empty_sequences_have_no_effect(mode):
 def test_dtypes_and_gradients():
     old, sampling, mask = rollout(5)
     assert importance_sampling_correction(old.double(), sampling, mask).ratio.dtype == torch.float64
+    assert importance_sampling_correction(old, sampling.double(), mask).ratio.dtype == torch.float64
     got = importance_sampling_correction(old.bfloat16().requires_grad_(), sampling.bfloat16(), mask)
     assert got.ratio.dtype == torch.float32
     assert not got.ratio.requires_grad

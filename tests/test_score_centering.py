@@ -274,6 +274,27 @@ def test_an_impossible_alternative_counts_as_the_lowest():
     assert logps.grad.tolist() == pytest.approx([0.0, -0.5])
 
 
+def test_a_tail_that_is_rounded_to_nothing_counts_as_a_millionth():
+    got = objectives.topk_forward_kl("lumped")(
+        torch.zeros(1), None, alternative_logps=torch.zeros(1), alternative_offsets=torch.tensor([0, 1]),
+        teacher_alternative_logps=torch.tensor([0.5]).log(),
+    )  # fmt: skip
+    assert float(got) == pytest.approx(0.5 * math.log(0.5) + 0.5 * math.log(0.5 / 1e-6), rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [*CENTERED.values(), objectives.score_centered_ipo])
+def test_an_alternative_that_the_sampler_cannot_give_counts_nothing(make):
+    logps = torch.tensor([-1.0, -0.5], requires_grad=True)
+    got = make()(
+        torch.zeros(1), None, alternative_logps=logps, alternative_offsets=torch.tensor([0, 2]),
+        advantages=torch.ones(1), sampling_per_token_logps=torch.zeros(1),
+        sampling_alternative_logps=torch.tensor([-math.inf, -0.5]),
+    )  # fmt: skip
+    got.sum().backward()
+    assert logps.grad[0] == 0
+    assert logps.grad[1] > 0
+
+
 def test_several_teachers():
     """Each with its tokens and weight; NaN where a token is none of a teacher's."""
     z, log_q, _ = distributions(1)

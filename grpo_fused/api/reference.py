@@ -93,7 +93,9 @@ def exact_kl(call: LossCall) -> Tensor | None:
         call.hidden_states, call.lm_head, mask, mask, "reverse_kl", 0.5, call.ref_hidden_states, call.ref_lm_head, None,
         None, call.needs, call.run,
     )  # fmt: skip
-    return _divergence(compared, layout_of(call))[0]
+    divergences = _divergence(compared, layout_of(call))[0]
+    check_finite(divergences.detach(), "exact KL")
+    return divergences
 
 
 def linear_divergence(call: DivergenceCall) -> DivergenceOutput:
@@ -101,6 +103,7 @@ def linear_divergence(call: DivergenceCall) -> DivergenceOutput:
     check_call_states(call)
     check_call_values(call, call.lm_head.vocab_size)
     divergences, entropies = _divergence(call, layout_of(call))
+    check_finite(divergences.detach(), call.kind)
     loss = (torch.where(call.mask != 0, call.weights.detach(), 0.0).to(divergences.dtype) * divergences).sum()
     return DivergenceOutput(loss, divergences.detach(), entropies.detach())
 
@@ -125,9 +128,7 @@ def _divergence(call: DivergenceCall, layout: Layout) -> tuple[Tensor, Tensor]:
         divergences = beta * _kl_divergence(log_q, log_mean) + (1.0 - beta) * _kl_divergence(log_p, log_mean)
     else:
         divergences = _kl_divergence(log_q, log_p) if call.kind == "forward_kl" else _kl_divergence(log_p, log_q)
-    divergences, entropies = torch.where(active, divergences, 0.0), torch.where(active, entropies, 0.0)
-    check_finite(divergences.detach(), call.kind)
-    return divergences, entropies
+    return torch.where(active, divergences, 0.0), torch.where(active, entropies, 0.0)
 
 
 def _kl_divergence(log_a: Tensor, log_b: Tensor) -> Tensor:

@@ -157,6 +157,12 @@ def test_states_without_information_are_replaced(value: float) -> None:
     assert check_head(model).logit_scale == 1.0
 
 
+def test_a_head_of_zeros_is_not_scaled() -> None:
+    model = LinearLM()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    assert check_head(model).logit_scale == 1.0
+
+
 def test_the_fused_function_itself_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     def off(*args: Any, **kwargs: Any) -> LogprobOutput:
         out = fused_linear_logprobs(*args, **kwargs)
@@ -298,6 +304,9 @@ def test_the_check_runs_once() -> None:
     with torch.device("meta"):  # the device of new tensors, not of the model
         check_head(model, cached=False)
     assert model.calls == 7
+    model.lm_head.weight.data = model.lm_head.weight.data.bfloat16()
+    lm_head_inputs(model)
+    assert model.calls == 9
     lm_head_inputs(LinearLM(), check=False)
 
 

@@ -22,6 +22,7 @@ def test_answers_of_the_countdown_cases() -> None:
         pytest.param("no format at all <answer> 95\n</answer> bye", "95", id="lenient-about-the-rest"),
         pytest.param("<answer>94</answer><answer>95</answer>", None, id="two-guesses"),
         pytest.param("<answer>94<answer>95</answer>", None, id="opened-twice"),
+        pytest.param("<answer>94</answer>95</answer>", None, id="closed-twice"),
         pytest.param("</answer>95<answer>", None, id="reversed"),
         pytest.param("<answer><think>95</think></answer>", None, id="tag-inside"),
         pytest.param("<answer>95", None, id="cut-off"),

@@ -87,6 +87,7 @@ def test_tag_count(completion: str, expected: float) -> None:
         pytest.param("q", {}, False, id="text-without"),
         pytest.param([{"role": "user", "content": "q"}, *as_chat("<think>")], {}, True, id="assistant-prefix"),
         pytest.param([{"role": "user", "content": "open with <think>"}], {}, False, id="user-mentions-it"),
+        pytest.param([*as_chat("<think>"), {"role": "user", "content": "q"}], {}, False, id="assistant-before-user"),
         pytest.param([{"role": "user", "content": "q"}], {"think_opened": True}, True, id="template-opens-it"),
         pytest.param("q <think>", {"think_opened": False}, False, id="option-says-closed"),
     ],

@@ -78,6 +78,8 @@ def test_no_text_makes_a_number_raise(text: str) -> None:
         pytest.param("It is 72", None, id="not-marked"),
         pytest.param(r"\boxed{7", None, id="open-box"),
         pytest.param("####", None, id="empty-hashes"),
+        pytest.param("#### 72\nThat is all.", "72", id="text-after-hashes"),
+        pytest.param("#### $", "$", id="one-dollar-sign"),
     ],
 )
 def test_stated_answers(text: str, expected: str | None) -> None:

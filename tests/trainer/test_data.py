@@ -50,6 +50,12 @@ def test_json_is_a_list_of_objects() -> None:
     assert load_rows(str(FILES / "countdown.json"))[1] == {"target": 64, "nums": [63, 95, 96]}
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.csv", "prompt\nq\n"), ("a.json", '[{"prompt": "q"}]')])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert load_rows(tmp_path / name) == [{"prompt": "q"}]
+
+
 def test_csv_values_are_texts() -> None:
     rows = load_rows(FILES / "sums.csv")
     assert rows == [{"prompt": "1+1=", "answer": "2"}, {"prompt": "Add one, two\nand three: ", "answer": "6"}]
@@ -104,6 +110,7 @@ def test_a_byte_order_mark_and_a_line_separator_inside_a_text(tmp_path: Path) ->
             id="csv-chat",
         ),
         pytest.param("a.csv", b"a,a\n1,2\n", r"a.csv .* all different; got \['a', 'a'\]", id="csv-twice"),
+        pytest.param("a.csv", b"a,\n1,2\n", r"a.csv .* all different; got \['a', ''\]", id="csv-no-name"),
         pytest.param("a.csv", b'a\n"1\n', "a.csv cannot be read .*unexpected end", id="csv-open-quote"),
         pytest.param("a.parquet", b"PAR2", "a.parquet cannot be read as .parquet: ", id="parquet"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,23 @@ def test_the_heaviest_reward_decides_and_unjudged_rows_do_not_count(
     assert metrics == {"eval/always": 1.0, "eval/of_some": 0.25, "eval/pass@1": 0.0, "eval/pass@2": 0.0}
     given["reward_weights"] = [1.0, 0.1]
     assert make_trainer(model, tokenizer, rows, [always, of_some], **given).evaluate()["eval/pass@1"] == 1.0
+
+
+def test_a_half_is_no_success_and_some_samples_may_be_unjudged() -> None:
+    """Two rows of two samples: 0.5 and none, 1 and none."""
+    rewards = {1: torch.tensor([[0.5], [1.0]]), 2: torch.tensor([[0.5], [math.nan], [1.0], [math.nan]])}
+    accelerator = SimpleNamespace(
+        process_index=0, num_processes=1, device=torch.device("cpu"), reduce=lambda sums, how: sums
+    )
+    sampler: Any = SimpleNamespace(
+        peers=SimpleNamespace(accelerator=accelerator),
+        reward_functions={"number": None},
+        sample=lambda rows, sampling: (None, rewards[sampling.num_generations]),
+        sampling=Sampling(num_generations=4, max_completion_length=2),
+    )
+    config = GRPOTrainerConfig(prompts_per_step=2, eval_samples=2)
+    metrics = evaluate(sampler, [{"prompt": "a"}, {"prompt": "b"}], config, success=0)
+    assert metrics == {"eval/number": 0.75, "eval/pass@1": 0.25, "eval/pass@2": 0.5}
 
 
 @pytest.mark.parametrize(
