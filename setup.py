@@ -66,7 +66,7 @@ def cpu_extension() -> Extension:
     """`grpo_fused._C`: the library of the native engine, in plain C++."""
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         raise Unbuildable(f"the CPU extension is for Linux on x86-64, this is {sys.platform} on {platform.machine()}")
-    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")[0]
+    compiler = shlex.split(os.environ.get("CXX", "").strip() or sysconfig.get_config_var("CXX") or "g++")[0]
     if shutil.which(compiler) is None:
         raise Unbuildable(f"no C++ compiler ({compiler}) was found")
     return Extension(
@@ -84,7 +84,7 @@ def cpu_extension() -> Extension:
             "-Wno-ignored-attributes",
         ],
         extra_link_args=["-pthread"],
-        depends=HEADERS,
+        depends=[*HEADERS, "setup.py"],
         language="c++",
         py_limited_api=True,
     )
@@ -105,7 +105,7 @@ def cuda_extension(mode: str) -> Extension:
         sources,
         include_dirs=["csrc", str(torch / "include"), str(torch / "include/torch/csrc/api/include")],
         library_dirs=[str(torch / "lib")],
-        depends=HEADERS,
+        depends=[*HEADERS, "setup.py"],
         py_limited_api=True,
     )
 
@@ -171,7 +171,7 @@ class BuildNative(build_ext):
     def compile_cuda(self, ext: Any) -> None:
         """One nvcc command for the whole library, a thread for each architecture."""
         target = Path(self.get_ext_fullpath(ext.name))
-        newest = max(Path(name).stat().st_mtime for name in [*ext.sources, *ext.depends, "setup.py"])
+        newest = max(Path(name).stat().st_mtime for name in [*ext.sources, *ext.depends])
         if not self.force and target.exists() and target.stat().st_mtime > newest:
             return
         known = subprocess.run(["nvcc", "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()

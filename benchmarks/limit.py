@@ -10,10 +10,7 @@ implementation multiplies.
 
 from __future__ import annotations
 
-import os
-import shlex
 import subprocess
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +25,7 @@ from benchmarks.results import Run, where
 from benchmarks.study import Section, main
 from benchmarks.tables import grid, ms, paragraphs, title
 from grpo_fused.engines import libraries
+from grpo_fused.tools.doctor import cpp_compiler
 
 LIMITS = {
     "AMX": (("AMX", 1), ("AMX", 6)),
@@ -41,10 +39,9 @@ PRODUCTS = {"forward_backward": 3, "scoring": 1}
 
 def rate(instruction: str, threads: int) -> float:
     """GFLOP/s of an instruction on operands in registers, on so many threads."""
-    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")[0]
     with TemporaryDirectory() as folder:
         program, source = str(Path(folder) / "registers"), str(Path(__file__).with_name("registers.cpp"))
-        subprocess.run([compiler, "-std=c++20", "-O2", "-pthread", source, "-o", program], check=True)
+        subprocess.run([cpp_compiler(), "-std=c++20", "-O2", "-pthread", source, "-o", program], check=True)
         done = subprocess.run([program, instruction, str(threads)], capture_output=True, text=True, check=True)
     return float(done.stdout)
 
@@ -58,6 +55,8 @@ def run(
     measured: dict[str, Any] = {}
     instruction, products = LIMITS[libraries.instruction_set()][dtype == "fp32"]
     for count in tokens:
+        if count > 256 and count % 256:
+            raise ValueError(f"tokens must be at most 256, or a multiple of 256; got {count}")
         case = Case(max(count // 256, 1), min(count, 256), hidden, vocab, dtype)
         gflops = rate(instruction, torch.get_num_threads()) / products
         row = measure(case, "cpu", available("cpu", case.pattern, peers), rounds=rounds)

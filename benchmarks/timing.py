@@ -75,6 +75,8 @@ def times_by_round(
 
     The calls take turns, so that drift affects all equally. `before` runs before each; default `busy_gpu`.
     """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1; got {rounds}")
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(warmup):
         for call in calls.values():

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 import torch
@@ -36,6 +37,14 @@ def test_report_agrees_with_choose():
     if libraries.cpu_available() is None:
         assert f"engine native       runs on {libraries.instruction_set()}\n" in text
     assert max(map(len, text.splitlines())) <= 140
+
+
+def test_the_compiler_is_the_one_of_a_build(monkeypatch):
+    monkeypatch.setenv("CXX", "/a/c++ -m64")
+    assert dict(doctor.versions())["C++ compiler"] == "/a/c++: not found"
+    for nothing in ("", " "):
+        monkeypatch.setenv("CXX", nothing)
+        assert doctor.cpp_compiler() == (sysconfig.get_config_var("CXX") or "g++").split()[0]
 
 
 def test_nothing_warns_of_a_missing_gpu():

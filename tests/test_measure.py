@@ -189,6 +189,11 @@ def test_a_timed_call_makes_its_gradients_once(what):
     assert first.abs().max() > 0
 
 
+def test_no_round_is_an_error():
+    with pytest.raises(ValueError, match="rounds must be at least 1; got 0"):
+        times_by_round({}, "cpu", rounds=0)
+
+
 def test_rounds_are_interleaved():
     seen = []
     times = times_by_round({name: lambda name=name: seen.append(name) for name in "ab"}, "cpu", rounds=3, warmup=1)

@@ -132,9 +132,11 @@ def test_bounds_follow_the_contract():
     assert testing.logp_bound(320.0) == pytest.approx(1e-3)
 
 
-def test_nothing_to_check_is_an_error():
-    with pytest.raises(SystemExit, match="nothing was checked: none of none runs here"):
-        __main__.main(["check", "--engines", "none"])
+def test_an_engine_that_does_not_run_is_an_error():
+    with pytest.raises(SystemExit, match="--engines: nativ, none does not run here, .*; these do: .*chunked"):
+        __main__.main(["check", "--engines", "chunked", "nativ", "none"])
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["check", "--engines"])
 
 
 def test_every_engine_of_a_gpu(monkeypatch):

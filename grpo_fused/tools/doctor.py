@@ -12,7 +12,9 @@ import argparse
 import os
 import platform
 import re
+import shlex
 import shutil
+import sysconfig
 from collections.abc import Sequence
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -82,9 +84,14 @@ def versions() -> list[tuple[str, str]]:
     toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     built = toolkit if torch.version.cuda or torch.version.hip else "none"
     found["GPU toolkit"] = f"torch has {built}; nvcc: {shutil.which('nvcc') or 'not found'}"
-    compiler = os.environ.get("CXX", "c++").split()[0]
+    compiler = cpp_compiler()
     found["C++ compiler"] = f"{compiler}: {shutil.which(compiler) or 'not found'}"
     return list(found.items())
+
+
+def cpp_compiler() -> str:
+    """The command of the C++ compiler that a build takes (see setup.py)."""
+    return shlex.split(os.environ.get("CXX", "").strip() or sysconfig.get_config_var("CXX") or "g++")[0]
 
 
 def devices() -> list[tuple[str, str]]:

@@ -195,6 +195,23 @@ class Altered(LongCompletions):
         return loss + share * (self.scores[0] * mask).sum() / mask.sum()
 
 
+class FarReference(FusedGRPOTrainer):
+    """One token that the reference finds e^9 times as likely."""
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        batch["ref_per_token_logps"][0, 0] += 9.0
+        return batch
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.skipif(not hasattr(GRPOConfig, "use_bias_correction_kl"), reason="a release without this option")
+def test_a_token_far_below_the_reference(corrected, tmp_path):
+    options = {"beta": 0.04, "use_bias_correction_kl": corrected, "max_steps": 1}
+    run = trl_runs.train(FarReference, GRPOConfig, trl_runs.save_small_model(tmp_path / "m"), tmp_path / "o", **options)
+    assert run.trainer.loss_counts.recomputed == 0
+
+
 @pytest.mark.parametrize(
     ("options", "Trainer"),
     [

@@ -255,6 +255,11 @@ def test_what_cannot_be_recorded_is_refused(truncated, options, match, folder, t
         build(ours.FusedGRPOTrainer, folder, tmp_path, exact_truncation=True, **truncated, **options)
 
 
+def test_a_text_is_no_flag(folder, tmp_path):
+    with pytest.raises(TypeError, match="exact_truncation must be True or False; got 'false'"):
+        train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, exact_truncation="false", top_k=3)
+
+
 def test_what_changes_later_is_refused_when_it_is_used(folder, tmp_path):
     trainer = build(ours.FusedGRPOTrainer, folder, tmp_path, exact_truncation=True)
     trainer.generation_config.repetition_penalty = 2.0

@@ -37,13 +37,15 @@ from grpo_fused.call.calls import (
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import offsets_of
 from grpo_fused.integrations.trl.zero import whole
+from grpo_fused.objective.formulas import MAX_LOG_RATIO
 
 TOLERANCE = 5e-6
 """Share of a coefficient that is rounding: the predicted and the real one are fp32 evaluations of one formula."""
 
 KL_TOLERANCE = 8 * 2.0**-23
 """The same with a KL, as a share of the coefficient one nat from the reference: beta (1 - e^(ref - logp)) is a
-difference of two terms of the size of beta, which rounds like them however small it is itself."""
+difference of two terms of the size of beta, which rounds like them however small it is itself. With
+`use_bias_correction_kl` autograd adds beta e^(ref - logp) and subtracts it again, which rounds like that."""
 
 
 @dataclass
@@ -182,6 +184,8 @@ def _predicted(call: LogprobsCall, needs: Needs, packed: _Packed) -> tuple[Tenso
     star, one_nat = objective(inputs), loss.logps.new_zeros(loss.logps.shape)
     if inputs.ref_per_token_logps is not None:  # with every weight of the loss
         one_nat = objective(inputs._replace(ref_per_token_logps=loss.logps.nan_to_num() - 1.0)).dlogps
+        if packed.config.use_bias_correction_kl:
+            one_nat *= (inputs.ref_per_token_logps - loss.logps).nan_to_num(0.0).clamp(0.0, MAX_LOG_RATIO).exp()
     out = loss.logps.new_zeros(call.hidden_states.shape[0]).index_copy_(0, rows, loss.logps)
     entropy_out = torch.zeros_like(out).index_copy_(0, rows, loss.entropies)
     assert inputs.completion_mask is not None

@@ -20,7 +20,7 @@ from grpo_fused import engines
 from grpo_fused.call.calls import LossInputs
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.loss_types import LOSS_TYPES
-from grpo_fused.call.options import check_integer
+from grpo_fused.call.options import check_flag, check_integer
 from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl.head import FusedLogProbFunction, trains_here, use_fused_head
 from grpo_fused.integrations.trl.prediction import Counts, Prediction, announced
@@ -53,6 +53,7 @@ class FusedLoss(ExactTruncation):
     ) -> None:
         if max_scratch_bytes is not None:
             check_integer(max_scratch_bytes, "max_scratch_bytes", least=1)
+        check_flag(exact_truncation, "exact_truncation")
         self.loss_counts = Counts()
         self._head: type[FusedLogProbFunction] = type(
             "FusedLogProbFunction", (FusedLogProbFunction,), {"impl": impl, "max_scratch_bytes": max_scratch_bytes}
