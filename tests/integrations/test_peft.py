@@ -15,6 +15,7 @@ from integrations.tiny import build, fused, log_probs, token_ids
 from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig, get_peft_model
 
 from grpo_fused import check_head, fused_linear_logprobs, head_hidden_states, lm_head_inputs
+from grpo_fused.heads import check
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames checkpointing
 HEAD = ["q_proj", "lm_head"]
@@ -153,6 +154,17 @@ def test_several_adapters_and_their_switches() -> None:
     with pytest.raises(ValueError, match="adapter_names must not be given where the head has adapters"):
         head_hidden_states(model.eval(), ids, **names)
     assert min((first - second).abs().max(), (first - both).abs().max(), (second - both).abs().max()) > 0.05
+
+
+def test_other_adapters_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, run, checked = adapted(), check._run_own_head, list[int]()
+    model.add_adapter("second", LoraConfig(r=2, target_modules=HEAD))
+    learn(model)
+    monkeypatch.setattr(check, "_run_own_head", lambda *given: checked.append(1) or run(*given))
+    for name, times in (("default", 1), ("second", 2), ("second", 2), ("default", 2)):
+        model.set_adapter(name)
+        lm_head_inputs(model)
+        assert len(checked) == times, name
 
 
 def test_merged_adapters() -> None:
