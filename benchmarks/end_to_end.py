@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.child import in_child
 from benchmarks.memory import blocks_given_back, peak_bytes
-from benchmarks.problem import EPSILON, clear, trainable
+from benchmarks.problem import EPSILON, clear, train, trainable
 from benchmarks.providers import PROVIDERS, eager_logps, fused_loss
 from benchmarks.qwen2 import small_qwen2
 from benchmarks.results import Device
@@ -122,16 +122,10 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def backward(problem: Problem, loss: Loss) -> None:
-    """Forward and backward of the loss with hidden states given."""
-    clear(problem)
-    loss(problem).backward()
-
-
 def gradient_error(problem: Problem, loss: Loss) -> float:
     """Relative Frobenius error of dL/dhidden against float64."""
     exact = problem.to(torch.float64).run(GRPOLossConfig(epsilon=EPSILON), impl="reference")
-    backward(problem, loss)
+    train(problem, loss)
     return frobenius_error(problem.hidden_states.grad, exact.dhidden)
 
 
@@ -143,7 +137,7 @@ def measure(setting: Setting, rounds: int, *, with_memory: bool = True) -> dict[
     clear(problem)
     right = [name for name in rows if rows[name]["gradient_error"] <= GRADIENT_TOLERANCE]
     calls: Calls = {f"step {name}": steps[name] for name in right}
-    calls |= {f"head {name}": partial(backward, problem, steps[name].loss) for name in right}
+    calls |= {f"head {name}": partial(train, problem, steps[name].loss) for name in right}
     times = times_by_round(calls, setting.device, rounds=rounds)
     for name, row in rows.items():
         if name not in right:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.exact import Exact, judged
 from benchmarks.measure import Small
-from benchmarks.problem import DTYPES, Case, clear
+from benchmarks.problem import DTYPES, Case, clear, train
 from benchmarks.providers import PROVIDERS, fused_loss
 from benchmarks.results import Device, Run
 from benchmarks.study import Section, main
@@ -70,14 +70,7 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
 
 def step_of(problem: Problem, engine: str, compact: bool) -> Callable[[], Tensor]:
     """Forward and backward; the loss."""
-
-    def step() -> Tensor:
-        clear(problem)
-        loss = fused_loss(problem, engine, compact=compact).loss
-        loss.backward()
-        return loss.detach()
-
-    return step
+    return partial(train, problem, lambda p: fused_loss(p, engine, compact=compact).loss)
 
 
 def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:

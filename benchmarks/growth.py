@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.cost import Shape, scratch_bytes
 from benchmarks.memory import blocks_given_back, peak_bytes, release
-from benchmarks.problem import clear, loss_problem
+from benchmarks.problem import clear, loss_problem, train
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Device
 from benchmarks.side_by_side import engines_of
@@ -71,19 +71,13 @@ def problem_of(shape: Shape, dtype: torch.dtype, device: str) -> Problem:
     return loss_problem(B, shape.N // B, shape.H, shape.V, dtype, device, masked=1.0 - shape.active)
 
 
-def train(problem: Problem, engine: str) -> None:
-    """Forward and backward."""
-    clear(problem)
-    PROVIDERS[engine].loss(problem).backward()
-
-
 def measure_memory(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, float | None]:
     """Bytes beyond inputs and gradients of each engine that can run; None if memory is too small."""
     problem = problem_of(shape, dtype, device)
 
     def peak(engine: str) -> float | None:
         def from_nothing() -> None:
-            train(problem, engine)
+            train(problem, PROVIDERS[engine].loss)
             clear(problem)
 
         try:
@@ -99,7 +93,8 @@ def measure_time(
 ) -> list[dict[str, Any]]:
     """A point for each engine with a figure in `memory`, and one for the bare products."""
     problem = problem_of(shape, dtype, device)
-    timed: Calls = {engine: partial(train, problem, engine) for engine, found in memory.items() if found is not None}
+    fits = [engine for engine, found in memory.items() if found is not None]
+    timed: Calls = {engine: partial(train, problem, PROVIDERS[engine].loss) for engine in fits}
     if 2 * shape.N * shape.V * dtype.itemsize <= MOST_BARE_BYTES:
         timed["bare"] = bare_gemms(shape.N, shape.H, shape.V, dtype, device)["bare-3"]
     times = times_by_round(timed, device, rounds=rounds)

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import memory as peaks
 from benchmarks.exact import Exact, judged
-from benchmarks.problem import DTYPES, Case, clear, shares
+from benchmarks.problem import DTYPES, Case, clear, shares, train
 from benchmarks.providers import PEERS, PROVIDERS, Provider, available
 from benchmarks.timing import Calls, bare_gemms, copy_bandwidth, times_by_round, with_ratios
 from grpo_fused.testing import Problem
@@ -45,12 +45,7 @@ class Plan(NamedTuple):
 def call_of(provider: Provider, what: str, problem: Problem) -> Callable[[], object]:
     """The loss without gradient, the loss with its gradients, or the log-probs without gradient."""
     if what == "forward_backward":
-
-        def train() -> None:
-            clear(problem)
-            provider.loss(problem).backward()
-
-        return train
+        return partial(train, problem, provider.loss)
     function = provider.loss if what == "forward" else provider.logps
 
     def without_gradient() -> None:
@@ -62,9 +57,7 @@ def call_of(provider: Provider, what: str, problem: Problem) -> Callable[[], obj
 
 def check(provider: Provider, problem: Problem, exact: Exact) -> dict[str, float]:
     """Errors of the loss, its gradients and the log-probs. Every path that is timed is called once."""
-    clear(problem)
-    loss = provider.loss(problem)
-    loss.backward()
+    loss = train(problem, provider.loss)
     errors = {"loss": exact.loss_error(loss), **exact.gradient_errors(problem)}
     clear(problem)
     if provider.logps is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.problem import EPSILON, clear, loss_problem, old_of
+from benchmarks.problem import EPSILON, loss_problem, old_of, train
 from benchmarks.study import Section, main
 from benchmarks.timing import Calls, bare_gemms, times_by_round, with_ratios
 from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logprobs, fused_linear_objective, objectives
@@ -53,10 +53,7 @@ def calls_of(B: int, T: int, H: int, V: int, impl: str) -> tuple[Calls, dict[str
     forms = {"built-in": loss, "custom": custom, "k3": k3, "exact KL": exact}
 
     def step(form: Any) -> float:
-        clear(p)
-        value = form()
-        value.backward()
-        return float(value.detach())
+        return float(train(p, lambda _: form()))
 
     calls = {name: partial(step, form) for name, form in forms.items()}
     return calls, {name: call() for name, call in calls.items()}

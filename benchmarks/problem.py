@@ -87,6 +87,14 @@ def clear(p: Problem) -> None:
     p.lm_head_weight.grad = None
 
 
+def train(p: Problem, loss: Callable[[Problem], Tensor]) -> Tensor:
+    """The loss, after forward and backward; gradients of an earlier call are forgotten."""
+    clear(p)
+    value = loss(p)
+    value.backward()
+    return value.detach()
+
+
 def shares(p: Problem) -> dict[str, float]:
     """Shares of the tokens: active ones, and those with a gradient."""
     with_gradient = p.completion_mask & (p.advantages != 0).unsqueeze(1)

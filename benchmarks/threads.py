@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.problem import DTYPES, Case, clear
+from benchmarks.problem import DTYPES, Case, train
 from benchmarks.providers import PROVIDERS
 from benchmarks.study import Section, main
 from benchmarks.timing import bare_gemms, times_by_round, with_ratios
@@ -26,12 +26,8 @@ def study(case: Case, counts: list[int], rounds: int) -> dict[str, Any]:
     """A problem's times by thread count, and their ratios to the bare products with as many threads."""
     problem = case.problem("cpu")
 
-    def train(engine: str) -> None:
-        clear(problem)
-        PROVIDERS[engine].loss(problem).backward()
-
     calls = {"bare": bare_gemms(case.N, case.H, case.V, DTYPES[case.dtype], "cpu")["bare-3"]}
-    calls |= {engine: partial(train, engine) for engine in ENGINES}
+    calls |= {engine: partial(train, problem, PROVIDERS[engine].loss) for engine in ENGINES}
     by_count = {}
     for count in counts:
         torch.set_num_threads(count)
