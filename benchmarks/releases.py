@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 
 from packaging.version import Version
 
-from benchmarks.results import Run
+from benchmarks.results import ROOT, Run
 from benchmarks.study import Section, main
 from benchmarks.tables import grid, paragraphs
 
@@ -38,7 +38,6 @@ PROGRAMS = {
     "test_trl_divergence": "`DistillationTrainer`",
 }
 """File of tests to what it tests."""
-ROOT = Path(__file__).resolve().parents[1]
 NOT_THERE = "not served"
 REPORTS = {
     "deepspeed": "deepspeed", "axolotl": "axolotl", "swift": "ms-swift", "verl": "verl", "megatron": "megatron-core",
@@ -57,13 +56,13 @@ def installed(release: str) -> Path:
     return folder
 
 
-def tested(release: str, full: bool) -> dict[str, dict[str, int]]:
+def tested(release: str) -> dict[str, dict[str, int]]:
     """Of each program the numbers of tests that passed, failed and were skipped."""
     folder = installed(release)
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     files = [f"tests/integrations/{name}.py" for name in PROGRAMS]
-    command = [sys.executable, "-m", "pytest", "-q", *["--full"] * full, f"--junit-xml={report}", *files]
+    command = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *files]
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "GRPO_FUSED_ANY_RELEASE": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, check=False)
@@ -93,14 +92,13 @@ def reported(report: Path) -> tuple[str, Section]:
 
 def run(
     releases: Annotated[tuple[str, ...], "of TRL"] = TRL,
-    full: Annotated[bool, "all tests, not only those of the gate"] = False,
     reports: Annotated[tuple[Path, ...], "of other packages' tests, in place of TRL's"] = (),
 ) -> Iterator[Section]:
     """The section `releases`."""
     cases: Section = dict(map(reported, reports))
     yield {"cases": cases}
     for release in () if reports else releases:
-        cases[f"trl {release}"] = {"full": full, "programs": tested(release, full)}
+        cases[f"trl {release}"] = {"programs": tested(release)}
         yield {"cases": cases}
     if failed := [name for name, case in cases.items() for of_file in case["programs"].values() if of_file["failed"]]:
         sys.exit(f"tests failed under {', '.join(dict.fromkeys(failed))}")
@@ -112,9 +110,8 @@ def table(*runs: Run) -> str:
     rows = [
         [name, *(_cell(case["programs"].get(file)) for file in PROGRAMS), case["run"]] for name, case in cases.items()
     ]
-    some = "all" if all(case["full"] for case in cases.values()) else "the gate's"
     header = " | ".join(["| ", *PROGRAMS.values(), "commit |"])
-    return paragraphs(f"Tests that passed, of {some}:", grid(header, rows))
+    return paragraphs("Tests that passed, of the gate's:", grid(header, rows))
 
 
 def all_packages(*runs: Run) -> str:

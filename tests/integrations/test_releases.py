@@ -86,7 +86,7 @@ def test_a_row_for_each_release():
     )
     programs = matrix.counts(report)
     assert programs["test_trl"] == {"passed": 2, "failed": 0, "skipped": 0}
-    cases = {name: {"full": False, "programs": programs} for name in ("trl 1.10.0", "trl 1.9.2")}
+    cases = {name: {"programs": programs} for name in ("trl 1.10.0", "trl 1.9.2")}
     rows = matrix.table(run_of(cases)).splitlines()
     assert rows[0] == "Tests that passed, of the gate's:"
     assert [row.split(" | ")[0] for row in rows[4:]] == ["| trl 1.9.2", "| trl 1.10.0"]
@@ -132,9 +132,9 @@ def test_a_row_for_each_package(tmp_path):
 
 def test_the_newest_run_of_a_release():
     """A release that was tested alone replaces its row, and no other."""
-    old = {"trl 1.9.2": {"full": False, "programs": {"test_trl": {"passed": 3}}}}
-    both = old | {"trl 1.16.0": {"full": False, "programs": {"test_trl": {"failed": 1}}}}
-    new = {"trl 1.16.0": {"full": False, "programs": {"test_trl": {"passed": 1}}}}
+    old = {"trl 1.9.2": {"programs": {"test_trl": {"passed": 3}}}}
+    both = old | {"trl 1.16.0": {"programs": {"test_trl": {"failed": 1}}}}
+    new = {"trl 1.16.0": {"programs": {"test_trl": {"passed": 1}}}}
     runs = run_of(new, "d", "2026-11-24"), run_of(both)
     assert matrix.all_packages(*runs).splitlines()[2:] == [
         "| trl 1.9.2 | 3 |  | c, 2026-11-23 |",
