@@ -138,11 +138,10 @@ def table(section: Section, run: Run) -> str:
     """Times, ratios to the bare products, and memory."""
     weights = ", ".join(f"{name} {x / MIB:.0f} MiB" for name, x in section["weight_bytes"].items())
     sizes = f"N = {section['N']}, H = {section['H']}, V = {section['V']}, LoRA of rank {section['rank']}"
-    error = section["gradient_error"]
-    bf16 = error["bf16"] if isinstance(error, dict) else error  # older runs compared that of A with the bf16 head alone
+    error = section["gradient_error"]["bf16"]
     return (
         page(section, f"{sizes}. {where(run)}.", 2)
-        + f"\nThe weight itself: {weights}. Gradients differ by {bf16:.2%} from those of peft's layer (bf16 logits)."
+        + f"\nThe weight itself: {weights}. Gradients differ by {error:.2%} from those of peft's layer (bf16 logits)."
     )
 
 

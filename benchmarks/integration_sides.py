@@ -40,10 +40,6 @@ class Setting:
     length: int = 128
     dtype: str = "bfloat16"
 
-    @property
-    def tokens(self) -> int:
-        return self.sequences * self.length
-
 
 class Batch(NamedTuple):
     """Random ids, and old log-probs: the model's with a noise of 0.05 nats."""
