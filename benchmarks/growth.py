@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from benchmarks.study import Section, main
 from benchmarks.timing import Calls, bare_gemms, summary, times_by_round
 from grpo_fused.testing import Problem
 
+DTYPE = torch.bfloat16
 MOST_BARE_BYTES = 32 * 2**30
 """The bare products hold all logits: they are left out if these would take more."""
 
@@ -65,15 +66,15 @@ GRIDS = {
 }
 
 
-def problem_of(shape: Shape, dtype: torch.dtype, device: str) -> Problem:
+def problem_of(shape: Shape, device: str) -> Problem:
     """Its tensors."""
     B = math.gcd(shape.N, 8)
-    return loss_problem(B, shape.N // B, shape.H, shape.V, dtype, device, masked=1.0 - shape.active)
+    return loss_problem(B, shape.N // B, shape.H, shape.V, DTYPE, device, masked=1.0 - shape.active)
 
 
-def measure_memory(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, float | None]:
+def measure_memory(shape: Shape, device: str) -> dict[str, float | None]:
     """Bytes beyond inputs and gradients of each engine that can run; None if memory is too small."""
-    problem = problem_of(shape, dtype, device)
+    problem = problem_of(shape, device)
 
     def peak(engine: str) -> float | None:
         def from_nothing() -> None:
@@ -85,43 +86,41 @@ def measure_memory(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, f
         except torch.OutOfMemoryError:
             return None
 
-    return {engine: peak(engine) for engine in engines_of(device, dtype)}
+    return {engine: peak(engine) for engine in engines_of(device)}
 
 
-def measure_time(
-    shape: Shape, dtype: torch.dtype, device: str, rounds: int, memory: dict[str, float | None]
-) -> list[dict[str, Any]]:
+def measure_time(shape: Shape, device: str, rounds: int, memory: dict[str, float | None]) -> list[dict[str, Any]]:
     """A point for each engine with a figure in `memory`, and one for the bare products."""
-    problem = problem_of(shape, dtype, device)
+    problem = problem_of(shape, device)
     fits = [engine for engine, found in memory.items() if found is not None]
     timed: Calls = {engine: partial(train, problem, PROVIDERS[engine].loss) for engine in fits}
-    if 2 * shape.N * shape.V * dtype.itemsize <= MOST_BARE_BYTES:
-        timed["bare"] = bare_gemms(shape.N, shape.H, shape.V, dtype, device)["bare-3"]
+    if 2 * shape.N * shape.V * DTYPE.itemsize <= MOST_BARE_BYTES:
+        timed["bare"] = bare_gemms(shape.N, shape.H, shape.V, DTYPE, device)["bare-3"]
     times = times_by_round(timed, device, rounds=rounds)
     points = [
-        {**shape._asdict(), "dtype": str(dtype).removeprefix("torch."), "engine": engine,
+        {**shape._asdict(), "dtype": "bfloat16", "engine": engine,
          "seconds": summary([1e-3 * ms for ms in values]), "bytes": memory.get(engine)}
         for engine, values in times.items()
     ]  # fmt: skip
     for point in points:
         if device == "cpu" and point["engine"] != "bare":
-            point["predicted_bytes"] = scratch_bytes(point["engine"], shape, dtype)
+            point["predicted_bytes"] = scratch_bytes(point["engine"], shape, DTYPE)
     return points
 
 
-def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict[str, Any]:
+def study(grid: Grid, device: str, rounds: int) -> dict[str, Any]:
     """The section `growth`."""
-    cases = [(shape, getattr(torch, dtype)) for dtype in dtypes for shape in grid.shapes()]
+    cases = grid.shapes()
     with blocks_given_back():  # which takes time, so times are measured afterwards
         memory = []
         for case in cases:
-            memory.append(measure_memory(*case, device))
+            memory.append(measure_memory(case, device))
             release(device)
     points: list[dict[str, Any]] = []
     for case, its_memory in zip(cases, memory, strict=True):
-        timed = measure_time(*case, device, rounds, its_memory)
+        timed = measure_time(case, device, rounds, its_memory)
         release(device)
-        print(case[0], {point["engine"]: f"{point['seconds']['median']:.3f} s" for point in timed}, flush=True)
+        print(case, {point["engine"]: f"{point['seconds']['median']:.3f} s" for point in timed}, flush=True)
         points += timed
     return {
         "device": device,
@@ -132,13 +131,9 @@ def study(grid: Grid, dtypes: tuple[str, ...], device: str, rounds: int) -> dict
     }
 
 
-def run(
-    device: Device = "cpu",
-    dtypes: tuple[Literal["bfloat16", "float16", "float32"], ...] = ("bfloat16",),
-    rounds: int = 3,
-) -> Iterator[Section]:
+def run(device: Device = "cpu", rounds: int = 3) -> Iterator[Section]:
     """The section `growth`."""
-    yield study(GRIDS[device], dtypes, device, rounds)
+    yield study(GRIDS[device], device, rounds)
 
 
 if __name__ == "__main__":

@@ -99,15 +99,15 @@ def _ratio_panel(axes: Axes, section: dict[str, Any]) -> None:
 
 def _ratio_words(section: dict[str, Any], provider: str) -> str:
     size = section["histograms"]["max_logit"]
-    row = min(_by_provider(section, "bfloat16")[provider], key=lambda row: abs(row["max_logit"] - size))
+    row = min(_by_provider(section)[provider], key=lambda row: abs(row["max_logit"] - size))
     return f"within {row['on_policy']['exact']['max_deviation']:.0e} of 1".replace("e-0", "e-")
 
 
-def _by_provider(section: dict[str, Any], dtype: str) -> dict[str, list[dict[str, Any]]]:
-    """Rows of a dtype, by size of the logits."""
+def _by_provider(section: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Rows in bf16, by size of the logits."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(section["rows"], key=lambda row: row["max_logit"]):
-        if row["dtype"] == dtype:
+        if row["dtype"] == "bfloat16":
             found.setdefault(row["provider"], []).append(row)
     return found
 
@@ -117,7 +117,7 @@ def _curves(
 ) -> dict[tuple[str, ...], tuple[list[float], list[float]]]:
     """(max |z|, value) by providers; curves that are equal within 2 % (or `together`) become one."""
     groups: dict[tuple[str, ...], tuple[list[float], list[float]]] = {}
-    for name, rows in _by_provider(section, "bfloat16").items():
+    for name, rows in _by_provider(section).items():
         x, y = [row["max_logit"] for row in rows], [value(row) for row in rows]
         for names, (other_x, other_y) in groups.items():
             near = all(abs(a - b) <= max(0.02 * abs(b), together) for a, b in zip(y, other_y, strict=True))
@@ -155,22 +155,18 @@ def _logit_axis(axes: Axes, sizes: Sequence[float]) -> None:
 
 def growth_plot(section: dict[str, Any]) -> Figure:
     """Time and memory by each varied dimension, of `benchmarks.growth`."""
-    dtype = section["points"][0]["dtype"]
     base = section["base"]
     words = f"N = {base['N']}, H = {base['H']}, V = {base['V']}"
     figure = new_figure(
         13.2, 6.6, "Time and memory of the loss by problem size (lower is better)",
-        f"One size varies, the others are {words}; {_short(dtype)}, {section['device']}. Dots: measured, medians. "
+        f"One size varies, the others are {words}; bf16, {section['device']}. Dots: measured, medians. "
         "Lines of memory: predicted by the plan of the engine.\n"
         "The machine is shared with others: the bare products, whose work is known exactly, wander too.",
     )  # fmt: skip
     panels = figure.subplots(2, len(section["varied"]), sharey="row", squeeze=False)
     titles = {"N": "tokens N", "V": "vocabulary V", "H": "hidden size H", "active": "share of active tokens"}
     for (above, below), dimension in zip(panels.T, section["varied"], strict=True):
-        points = [
-            p for p in section["points"]
-            if p["dtype"] == dtype and all(p[k] == v for k, v in base.items() if k != dimension)
-        ]  # fmt: skip
+        points = [p for p in section["points"] if all(p[k] == v for k, v in base.items() if k != dimension)]
         points.sort(key=lambda p: p[dimension])
         for engine in dict.fromkeys(p["engine"] for p in section["points"]):
             mine = [p for p in points if p["engine"] == engine]
