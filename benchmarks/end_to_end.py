@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -191,11 +191,12 @@ def run(
     layers: int = Setting.layers,
     vocab: int = Setting.vocab,
     device: Device = "cpu",
-    dtypes: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16", "float32"),
     rounds: int = 5,
 ) -> Iterator[Section]:
     """The section `end_to_end`."""
-    yield study([Setting(hidden, layers, vocab, dtype=dtype, device=device) for dtype in dtypes], rounds)
+    yield study(
+        [Setting(hidden, layers, vocab, dtype=dtype, device=device) for dtype in ("bfloat16", "float32")], rounds
+    )
 
 
 if __name__ == "__main__":

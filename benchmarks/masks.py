@@ -49,6 +49,7 @@ TRUNCATIONS: tuple[dict[str, float], ...] = ({"top_p": 0.9}, {"top_p": 0.97}, {"
 HIDDEN, LAYERS = 128, 2
 WORDS, SUCCESSORS, EXPONENTS = 512, 32, (0.5, 6.0)
 PROMPT, BATCH = 8, 3
+VOCAB, STEPS = 151936, 150
 
 
 def untrained_model(vocab: int) -> Qwen2ForCausalLM:
@@ -84,17 +85,17 @@ class Chain:
         return (logits.logsumexp(1) - expected).mean()
 
 
-def trained_model(vocab: int, steps: int) -> Qwen2ForCausalLM:
+def trained_model() -> Qwen2ForCausalLM:
     """On the chain, by AdamW, whose learning rate rises in 10 steps and falls in the second half."""
-    model, chain = untrained_model(vocab).train(), Chain(vocab)
+    model, chain = untrained_model(VOCAB).train(), Chain(VOCAB)
     optimizer = torch.optim.AdamW(model.parameters())
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 1e-2 * min((step + 1) / 10, 1.0, 2 * (1 - step / steps))
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 1e-2 * min((step + 1) / 10, 1.0, 2 * (1 - step / STEPS))
         loss = chain.loss(model, chain.words(8, 32, seed=1 + step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 20 == 0 or step == steps - 1:
+        if step % 20 == 0 or step == STEPS - 1:
             print(f"step {step}: {loss.item():.2f} nats", flush=True)
     return model.eval()
 
@@ -226,18 +227,14 @@ def measure(models: dict[str, Qwen2ForCausalLM], tokens: int, cases: dict[str, A
         gc.collect()
 
 
-def run(
-    vocab: Annotated[int, "tokens of the vocabulary"] = 151936,
-    tokens: Annotated[int, "of a completion"] = 8,
-    steps: Annotated[int, "of training"] = 150,
-) -> Iterator[Section]:
+def run(tokens: Annotated[int, "of a completion"] = 8) -> Iterator[Section]:
     """The section `masks`, after each case."""
     if not torch.cuda.is_available():
         interpret()
     cases: dict[str, Any] = {}
-    models = {"untrained": untrained_model(vocab), "trained": trained_model(vocab, steps)}
+    models = {"untrained": untrained_model(VOCAB), "trained": trained_model()}
     for _ in measure(models, tokens, cases):
-        yield {"V": vocab, "batch": BATCH, "steps": steps, "cases": cases}
+        yield {"V": VOCAB, "batch": BATCH, "steps": STEPS, "cases": cases}
 
 
 if __name__ == "__main__":

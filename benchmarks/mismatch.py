@@ -174,7 +174,6 @@ def again(engine: VLLMEngine, exact: bool, prompts: list[list[int]], tokens: int
 
 def run(
     model: Annotated[Path | None, "a folder with a pretrained model; default random ones"] = None,
-    vocabularies: Annotated[tuple[int, ...], "of the random models"] = VOCABULARIES,
     tokens: Annotated[int, "of a completion, at most"] = 64,
     fp32_head: Annotated[bool, "also vLLM with its own option for an fp32 head"] = False,
     rounds: Annotated[int, "of timed rollouts"] = 0,
@@ -192,7 +191,7 @@ def run(
         tokenizer = AutoTokenizer.from_pretrained(model)
         yield from measured(model.resolve().name, model, [tokenizer(text)["input_ids"] for text in TEXTS])
         return
-    for vocab in vocabularies:
+    for vocab in VOCABULARIES:
         with tempfile.TemporaryDirectory() as folder:
             random_model(vocab).save_pretrained(folder)
             yield from measured(f"random, V = {vocab}", Path(folder), random_prompts(vocab))

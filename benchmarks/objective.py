@@ -23,7 +23,7 @@ from grpo_fused import GRPOLossConfig, fused_linear_grpo_loss, fused_linear_logp
 BETA = 0.04
 
 
-def calls_of(B: int, T: int, H: int, V: int, impl: str) -> tuple[Calls, dict[str, float]]:
+def calls_of(B: int, T: int, H: int, V: int) -> tuple[Calls, dict[str, float]]:
     """The calls, and their losses."""
     p = loss_problem(B, T, H, V, torch.bfloat16, "cpu")
     hidden, weight, ids, mask = p.hidden_states, p.lm_head_weight, p.completion_ids, p.completion_mask
@@ -33,22 +33,20 @@ def calls_of(B: int, T: int, H: int, V: int, impl: str) -> tuple[Calls, dict[str
     inputs = {"advantages": advantages, "old_per_token_logps": old, "weights": objectives.token_weights(mask, "dapo")}
 
     def loss(**options: Any) -> torch.Tensor:
-        return fused_linear_grpo_loss(
-            hidden, weight, ids, p.advantages, mask, old_per_token_logps=old, **{"impl": impl} | options
-        ).loss
+        return fused_linear_grpo_loss(hidden, weight, ids, p.advantages, mask, old_per_token_logps=old, **options).loss
 
     def custom() -> torch.Tensor:
         function = objectives.vanilla(epsilon=EPSILON, dual_clip=None)
-        return fused_linear_objective(hidden, weight, ids, function, mask, inputs=inputs, impl=impl).loss
+        return fused_linear_objective(hidden, weight, ids, function, mask, inputs=inputs).loss
 
     def k3() -> torch.Tensor:
         with torch.no_grad():
-            ref = fused_linear_logprobs(*reference, ids, mask, impl=impl).logps
+            ref = fused_linear_logprobs(*reference, ids, mask).logps
         return loss(ref_per_token_logps=ref, config=GRPOLossConfig(beta=BETA))
 
     def exact() -> torch.Tensor:
         config = GRPOLossConfig(beta=BETA, kl_estimator="exact")
-        return loss(ref_hidden_states=reference[0], ref_lm_head_weight=reference[1], config=config, impl="auto")
+        return loss(ref_hidden_states=reference[0], ref_lm_head_weight=reference[1], config=config)
 
     forms = {"built-in": loss, "custom": custom, "k3": k3, "exact KL": exact}
 
@@ -59,10 +57,10 @@ def calls_of(B: int, T: int, H: int, V: int, impl: str) -> tuple[Calls, dict[str
     return calls, {name: call() for name, call in calls.items()}
 
 
-def run(rounds: int = 9, impl: str = "auto", quick: bool = False) -> Iterator[Section]:
+def run(rounds: int = 9, quick: bool = False) -> Iterator[Section]:
     """The section `objective`."""
     B, T, H, V = (2, 32, 64, 2000) if quick else (4, 256, 896, 151936)
-    forms, losses = calls_of(B, T, H, V, impl)
+    forms, losses = calls_of(B, T, H, V)
     if abs(losses["custom"] - losses["built-in"]) > 1e-5:
         raise SystemExit(f"the custom objective must be the built-in one; got {losses}; nothing is timed")
     calls = bare_gemms(B * T, H, V, torch.bfloat16, "cpu") | forms

@@ -101,7 +101,7 @@ def report(recorded: Recorded) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def times(recorded: Recorded, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+def times(recorded: Recorded) -> dict[str, dict[str, dict[str, float]]]:
     """Milliseconds of forward and backward, and the ratio to the bare products; dW is dense in all of them.
 
     A token outside its set could not have been sampled: its own id is added to the set.
@@ -127,20 +127,19 @@ def times(recorded: Recorded, rounds: int) -> dict[str, dict[str, dict[str, floa
     calls["whole vocabulary"] = partial(loss, None)
     calls |= {f"top_p {p}": partial(loss, sets(top_p=p)) for p in TOP_P}
     calls |= {f"top_k {k}": partial(loss, sets(top_k=k)) for k in TOP_K}
-    return with_ratios(times_by_round(calls, "cpu", rounds=rounds), "bare-3")
+    return with_ratios(times_by_round(calls, "cpu", rounds=5), "bare-3")
 
 
 def run(
     model: Annotated[Path, "a folder: the start, or a checkpoint of a run"],
     steps: Annotated[int, "rollouts"] = 4,
-    rounds: Annotated[int, "of the times"] = 5,
 ) -> Iterator[Section]:
     """The section `real_rollouts`."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = build_trainer(recipe(model, Path(folder), steps, seed=0))
         recorded = collect(trainer, steps)
         del trainer
-    yield {"model": model.name, "steps": steps, **report(recorded), "times": times(recorded, rounds)}
+    yield {"model": model.name, "steps": steps, **report(recorded), "times": times(recorded)}
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from benchmarks.study import Section, main
 from benchmarks.timing import summary
 
 VOCAB, HIDDEN, LAYERS = 50_000, 256, 2
+STEPS = 10
 WORDS = [f"w{i}" for i in range(VOCAB - 2)]
 TRAINERS = ("stock", "patched", "fused")
 OPTIONS = {
@@ -54,7 +55,7 @@ def save_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def train(kind: str, place: str, steps: int) -> dict[str, Any]:
+def train(kind: str, place: str) -> dict[str, Any]:
     """Seconds, processor seconds, peak memory and losses of one run, in this process."""
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +68,7 @@ def train(kind: str, place: str, steps: int) -> dict[str, Any]:
     if kind == "patched":
         patch_trl()
     trainer = (FusedGRPOTrainer if kind == "fused" else GRPOTrainer)(
-        str(folder / "model"), reward, GRPOConfig(str(folder / "out"), max_steps=steps, **OPTIONS), train_dataset=rows,
+        str(folder / "model"), reward, GRPOConfig(str(folder / "out"), max_steps=STEPS, **OPTIONS), train_dataset=rows,
         processing_class=PreTrainedTokenizerFast.from_pretrained(folder / "model"),
     )  # fmt: skip
     wall, processor = time.perf_counter(), time.process_time()
@@ -85,15 +86,15 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [sum(int(word[1:]) < VOCAB // 2 for word in text.split()) / 64 for text in completions]
 
 
-def run(steps: int = 10, rounds: int = 3, threads: int = 1) -> Iterator[Section]:
+def run(rounds: int = 3) -> Iterator[Section]:
     """The section `trl_steps`."""
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in TRAINERS}
-    quiet = {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
+    quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     with tempfile.TemporaryDirectory() as name:
         save_model(Path(name) / "model")
         for _ in range(rounds):
             for kind, rows in runs.items():
-                rows.append(in_child("benchmarks.trl_steps:train", kind, name, steps, **quiet))
+                rows.append(in_child("benchmarks.trl_steps:train", kind, name, **quiet))
     want = runs["stock"][0]["losses"]
     trainers = {}
     for kind, rows in runs.items():
@@ -103,7 +104,7 @@ def run(steps: int = 10, rounds: int = 3, threads: int = 1) -> Iterator[Section]
         names = ("seconds", "processor_seconds", "peak_bytes")
         trainers[kind] = {name: summary([row[name] for row in rows]) for name in names} | {"loss_difference": away}
     yield {
-        "vocab": VOCAB, "hidden": HIDDEN, "layers": LAYERS, "steps": steps, "threads": threads, "trainers": trainers,
+        "vocab": VOCAB, "hidden": HIDDEN, "layers": LAYERS, "steps": STEPS, "threads": 1, "trainers": trainers,
     }  # fmt: skip
 
 
