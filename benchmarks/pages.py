@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks import cost, learning_page, releases, speed_tables, study_page, tables
+from benchmarks import learning_page, releases, speed_tables, study_page, tables
 from benchmarks.results import Run, latest, newest_first
 from benchmarks.speed_tables import NOT_YET
 from benchmarks.studies import STUDIES
@@ -62,7 +62,6 @@ TABLES: dict[str, Table] = {
     "cpu-sparsity": lambda runs: speed_tables.sparsity("cpu", runs),
     "gpu-speed": lambda runs: speed_tables.speed_of("cuda", runs),
     "gpu-sparsity": lambda runs: speed_tables.sparsity("cuda", runs),
-    "gpu-modelled": lambda runs: cost.modelled(),
     "providers": speed_tables.providers,
     "releases": of_releases(releases.table),
     "all-releases": of_releases(releases.all_packages),

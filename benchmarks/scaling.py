@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Annotated, NamedTuple
 
 from benchmarks.command import call
-from benchmarks.cost import H200
 
 
 class Machine(NamedTuple):
     """A GPU and its links; bytes/s that one GPU sends and receives at the same time."""
 
-    products: float = H200.products
+    products: float = 790e12
     """bf16 FLOP/s of the library's GEMM on an H200, measured with PyTorch"""
     intra: float = 450e9
     """NVLink 4 within a node, one direction, by the vendor's datasheet"""

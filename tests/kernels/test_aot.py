@@ -203,15 +203,14 @@ def test_head_kernel_multiplies_on_tensor_cores(head_evidence):
 
 
 def test_instructions_of_a_logit(head_evidence):
-    """The epilogue of the training kernel on Hopper, as the cost model has it; masks are for the last tile only."""
-    from benchmarks.cost import EPILOGUE_INSTRUCTIONS
-
+    """The epilogue of the plain kernel on Hopper, with entropy; masks are for the last tile only."""
+    known = {"score": 9.2, "exponentials": 11.3, "dlogits": 15.7}
     found = {row["mode"]: row["instructions"] for row in head_evidence
              if (row["arch"], row["table"], row["options"], row["even"]) == ("sm_90", "bf16", "plain", True)}  # fmt: skip
     assert found.keys() >= {"score", "exponentials"}
     for mode, instructions in found.items():
-        if mode in EPILOGUE_INSTRUCTIONS:
-            assert instructions == pytest.approx(EPILOGUE_INSTRUCTIONS[mode], abs=0.3)
+        if mode in known:
+            assert instructions == pytest.approx(known[mode], abs=0.3)
 
 
 LOOP = """
