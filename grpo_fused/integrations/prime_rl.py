@@ -32,8 +32,8 @@ class InputError(ValueError, AssertionError):
 class FusedOutputLinear(torch.nn.Linear):
     """prime-rl's `FusedOutputLinear` (0.8): an output layer that returns log-probs and entropies, not logits.
 
-    Both are fp32 and differentiable; prime-rl's entropies have no gradient, and its products round the logits of a bf16
-    head.
+    Both are fp32 and differentiable; entropies of prime-rl's releases have no gradient, and its products round the
+    logits of a bf16 head.
 
     Args:
         in_features: H.

@@ -220,8 +220,8 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
         def forward(hidden: Tensor) -> ObjectiveOutput:
             if isinstance(hidden, DTensor) or isinstance(head.weight, DTensor) or spmd_mesh_size("tp") > 1:
                 raise ValueError(
-                    "FusedLossWrapper needs whole hidden states and a whole head; got ones that tensor parallelism has "
-                    "sharded: set parallelism.tensor_parallel_degree = 1"
+                    "FusedLossWrapper needs whole hidden states and a whole head; got ones that are sharded: set "
+                    "parallelism.tensor_parallel_degree = 1, and leave parallelism.spmd_backend as it is"
                 )
             return function(hidden, head.weight, labels, objective, mask, lm_head_bias=head.bias, **options)
 

@@ -162,9 +162,11 @@ def _checking(patch_forward_with_backends: Callable[..., None]) -> Callable[...,
         model: nn.Module, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
     ) -> None:
         kind = type(model)
-        model_forward = getattr(kind.forward, "model_forward", kind.forward)
+        before = kind.forward
+        model_forward = getattr(before, "model_forward", before)
         patch_forward_with_backends(model, use_fused_kernels, fused_kernels_backend)
-        if use_fused_kernels and fused_kernels_backend in BACKENDS:
+        # verl 0.9.0 leaves the forward as it is for a backend that it does not have
+        if use_fused_kernels and fused_kernels_backend in BACKENDS and kind.forward is not before:
             verl_forward = kind.forward
             fused_forward = _known_to_its_head(verl_forward, model_forward)
             # an attribute: copies of the model have it, too

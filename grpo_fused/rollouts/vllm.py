@@ -33,6 +33,9 @@ from grpo_fused.rollouts.vllm_outputs import (
 OLDEST, NEWEST = "0.32", "0.33"
 """Of the releases of vLLM whose `reload_weights` takes tensors, the first and the last that were tested."""
 
+LEAST_TEMPERATURE = 0.01
+"""What vLLM's `SamplingParams` takes in place of lower ones."""
+
 NO_MASKS = "sampling distribution replay"
 """In the message of vLLM's ValueError, where its model runner or an option excludes sampling masks."""
 
@@ -263,6 +266,11 @@ class VLLMEngine:
 
     def _parameters(self, sampling: Sampling, prompt: int) -> Any:
         """vLLM gives the completions of a prompt seeds that follow each other; prompts must not share one."""
+        if not sampling.greedy and sampling.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be at least {LEAST_TEMPERATURE} where vLLM samples, which raises it to that; got "
+                f"{sampling.temperature}"
+            )
         seed = None if sampling.seed is None else (sampling.seed + prompt * sampling.num_generations) % 2**31
         top_k, logprobs = sampling.top_k or -1, 0  # log-probs of the sampled token only
         if sampling.records == "top_k":
@@ -337,12 +345,14 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
     Raises:
         ValueError: What is adapted cannot be written as weights of the model: a tied embedding and head of which one
-            has an adapter or a copy, an adapter that is no LoRA.
+            has an adapter or a copy, an adapter that is no LoRA, a disabled one that is merged.
     """
     # of layers that have it, a flag; the models of transformers have a method of this name
     disabled = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
     if not disabled:
         _check_adapters(model)
+    elif any(getattr(module, "merged_adapters", ()) for module in model.modules()):
+        raise ValueError("adapters must not be merged where they are disabled: unmerge them (peft: unmerge_adapter)")
     seen: set[int] = set()
     # layers that are trained whole, beside LoRA
     saved = ".original_module." if disabled else f".modules_to_save.{getattr(model, 'active_adapter', None)}."
@@ -379,20 +389,22 @@ def _merged(layer: Any, name: str) -> Tensor:
     own = [(module, key, x) for module in layer.modules() for key, x in module._parameters.items() if x is not None]
     data = [x.data for _, _, x in own]
     wrappers = [module for module in layer.modules() if hasattr(module, "merged_adapters")]  # the outermost first
+    merged = [list(wrapper.merged_adapters) for wrapper in wrappers]
     try:
         for module, key, x in own:
             if hasattr(x, "full_tensor"):  # merging into its data would not reach the shard
                 module._parameters[key] = nn.Parameter(whole(x, None), requires_grad=False)
         for wrapper in reversed(wrappers):
-            wrapper.merge(safe_merge=True)
+            if not wrapper.merged_adapters:  # else its forward has these alone
+                wrapper.merge(safe_merge=True)
         return layer.get_base_layer().get_parameter(name).detach()
     finally:
         for (module, key, x), before in zip(own, data, strict=True):
             module._parameters[key] = x
             if not hasattr(x, "full_tensor"):
                 x.data = before
-        for wrapper in wrappers:
-            wrapper.merged_adapters.clear()
+        for wrapper, names in zip(wrappers, merged, strict=True):
+            wrapper.merged_adapters[:] = names
 
 
 def _pack_tied_head(model: Any) -> None:

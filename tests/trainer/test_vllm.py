@@ -380,6 +380,33 @@ def test_adapters_are_merged_while_weights_are_read() -> None:
     assert not torch.equal(weights[q], before["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"])
 
 
+@pytest.mark.parametrize("merged", [["default"], ["default", "second"]])
+def test_adapters_that_are_merged_stay_merged(merged: list[str]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model: Any = get_peft_model(build_small_model(21), lora).eval()
+    model.add_adapter("second", lora)
+    model.base_model.set_adapter(["default", "second"])
+    ids, plain = torch.arange(9).unsqueeze(0), build_small_model(21)
+    model.merge_adapter(merged)
+    with torch.no_grad():
+        before = model(ids).logits
+        for _ in range(2):
+            plain.load_state_dict(dict(named_weights(model)))
+            torch.testing.assert_close(plain(ids).logits, before, rtol=0, atol=1e-4)
+            assert torch.equal(model(ids).logits, before)
+    with model.disable_adapter(), pytest.raises(ValueError, match="must not be merged where they are disabled"):
+        dict(named_weights(model))
+
+
+def test_a_temperature_that_vllm_raises_is_refused(vllm: Any) -> None:
+    engine = synced_engine()
+    with pytest.raises(ValueError, match="temperature must be at least 0.01 where vLLM samples.*got 0.005"):
+        engine.generate([[3]], Sampling(num_generations=2, max_completion_length=8, temperature=0.005))
+    engine.generate([[3]], Sampling(num_generations=2, max_completion_length=8, temperature=0.01))
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError, match="vllm"):

@@ -210,6 +210,14 @@ def test_reductions_are_refused(patched):
         kernels.linear_cross_entropy(*arguments, 1.0, "mean")
 
 
+def test_a_backend_that_the_release_lacks():
+    """verl 0.9.0 leaves the forward of the model as it is for Liger's."""
+    model = build()
+    before = type(model).forward
+    adapter._checking(lambda *arguments: None)(model, True, "liger")
+    assert type(model).forward is before
+
+
 def test_patch_and_unpatch():
     def places() -> tuple[Any, ...]:
         return (
