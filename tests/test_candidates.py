@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +20,14 @@ from helpers import (
     with_sets,
 )
 
-from grpo_fused import CandidateSets, GRPOLossConfig, engines, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused import (
+    CandidateSets,
+    GRPOLossConfig,
+    engines,
+    fused_linear_grpo_loss,
+    fused_linear_logprobs,
+    fused_linear_objective,
+)
 from grpo_fused.engines.scratch import sparse_zeros_like
 from grpo_fused.testing import BITWISE
 
@@ -137,6 +145,28 @@ def test_tensors_with_gaps(impl):
         for b, x in ((bias, gaps), (bias.clone(), sets))
     )
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"])
+def test_a_token_alone_in_its_set_has_a_log_prob_of_0_in_an_objective_too(name):
+    case = with_sets(make_case(5, extras=False), sizes=(1,)).to(torch.float32)
+    head = (case.hidden_states, case.lm_head_weight, case.completion_ids)
+    seen = []
+
+    def objective(logps, entropies, **inputs):
+        seen.append(inputs)
+        return -logps
+
+    objective.scope = "token"
+    options = {"mask": case.completion_mask, "candidates": case.options["candidates"]}
+    for value, error in (
+        (0.0, nullcontext()),
+        (-2.0, pytest.raises(ValueError, match=f"{name} must be 0 where a token is alone")),
+    ):
+        given = torch.full(case.completion_ids.shape, value)
+        with error:
+            fused_linear_objective(*head, objective, inputs={name: given}, **options)
+    assert len(seen) > 0
 
 
 @pytest.mark.parametrize("impl", ENGINES)

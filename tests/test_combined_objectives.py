@@ -41,6 +41,16 @@ class TestRejection:
             torch.testing.assert_close(evaluate(objective, logps, inputs, cu_seqlens)[0], want, rtol=1e-12, atol=0)
         assert 0 < kept < total
 
+    @pytest.mark.parametrize("level", ["token", "sequence_sum"])
+    def test_nan_is_not_left_out(self, level):
+        logps, inputs, cu_seqlens = case(0)
+        inputs["old_per_token_logps"][4] = math.nan
+        del inputs["ref_per_token_logps"]
+        made = objectives.rollout_rejection(objectives.gpg(), level, high=1e3, policy="old")
+        got = evaluate(made, logps, inputs, cu_seqlens)[0]
+        assert got[4].isnan()
+        assert got[:3].isfinite().all()
+
     def test_around_a_custom_objective(self):
         """A plain function with a scope gets every input, and offsets if it takes them."""
         seen = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 
@@ -23,6 +25,18 @@ def test_gmpo_has_its_own_epsilon():
     assert GRPOLossConfig(loss_type="gmpo", epsilon=0.2).epsilon == 0.2
     assert GRPOLossConfig().epsilon == 0.2
     assert dataclasses.replace(GRPOLossConfig(), loss_type="gmpo").epsilon == 0.4
+    assert dataclasses.replace(GRPOLossConfig(loss_type="gmpo"), loss_type="grpo").epsilon == 0.2
+    assert dataclasses.replace(GRPOLossConfig(loss_type="gmpo", epsilon=float("0.3")), loss_type="grpo").epsilon == 0.3
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_a_copy_knows_whether_epsilon_was_set(copied):
+    for config, epsilon in ((GRPOLossConfig(beta=0.1), 0.4), (GRPOLossConfig(epsilon=float("0.2")), 0.2)):
+        same = copied(config)
+        assert same == config
+        assert dataclasses.replace(same, loss_type="gmpo", beta=0.0).epsilon == epsilon
+    gmpo = copied(GRPOLossConfig(loss_type="gmpo"))
+    assert dataclasses.replace(gmpo, loss_type="grpo").epsilon == 0.2
 
 
 def test_survives_encoding():

@@ -371,6 +371,7 @@ def test_check_objective():
     for scope, objective in OBJECTIVES.items():
         check_objective(objective, inputs, scope)
     check_objective(clipped, inputs, "token", with_entropy=True)
+    check_objective(lambda logps, *_, **__: logps * torch.rand(()), inputs, "batch")
     with torch.inference_mode(), torch.device("meta"):
         check_objective(lambda logps, _, alternative_logps, **__: logps * 2, alternative_inputs={})
     with pytest.raises(ValueError, match="scope 'token' must give each token the same .* differ by"):

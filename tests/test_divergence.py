@@ -265,6 +265,17 @@ class TestTopK:
         want = -(others.sum(1, keepdim=True) * exact.hidden.double()).sum(0) / 5
         torch.testing.assert_close(dweight[3].double(), want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
 
+    @pytest.mark.parametrize("K", [2, 29])
+    def test_a_narrow_teacher_may_sum_to_a_little_more_than_1(self, K):
+        pair, shape = Pair(11), Pair(11).mask.shape
+        ids = torch.arange(K).expand(*shape, K)
+        log_q = torch.full((*shape, K), 1 / K).log().bfloat16()
+        log_q = torch.where(log_q.exp() * K < 1, log_q * (1 - 2**-8), log_q)  # rounded up, where it was down
+        assert 1.001 < float(log_q.double().exp().sum(-1).max()) < 1.01
+        assert pair.run(kind="forward_kl", other_ids=ids, other_logprobs=log_q)[0].divergence.isfinite().all()
+        with pytest.raises(ValueError, match="must sum to 1 at most"):
+            pair.run(kind="forward_kl", other_ids=ids, other_logprobs=log_q + 0.0625)
+
     def test_all_ids_are_the_forward_kl(self):
         pair = Pair(11)
         best = self.teacher(pair, 29)

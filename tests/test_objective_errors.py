@@ -30,6 +30,12 @@ X = torch.zeros(3)
          lambda: objectives.gspo()(X, advantages=X, cu_seqlens=torch.tensor([0, 2]))),
         (TypeError, r"gspo\(.*\): cu_seqlens must be int32 or int64; got torch.float32",
          lambda: objectives.gspo()(X, advantages=X, cu_seqlens=torch.tensor([0.0, 3.0]))),
+        (ValueError, r"alternative_offsets must rise from 0 to the number of alternatives, 4; got \[0, 1, 2, 5\]",
+         lambda: of_teacher([0, 1, 2, 5])),
+        (ValueError, r"alternative_offsets must have shape \(4,\); got \(3,\)", lambda: of_teacher([0, 2, 4])),
+        (TypeError, "alternative_offsets must be int32 or int64; got torch.float32", lambda: of_teacher([0.0, 1, 2, 4])),
+        (ValueError, r"alternative_logps must have shape \(m,\); got \(2, 2\)",
+         lambda: of_teacher([0, 1, 2, 4], torch.zeros(2, 2))),
         (TypeError, "sums over sequences needs scope 'sequence' or 'batch', and cu_seqlens",
          lambda: objectives.mixture(a=objectives.gspo(), b=objectives.kl_cov())(
              X, advantages=X, a_weights=X + 1, b_weights=X)),
@@ -66,6 +72,13 @@ def test_refuses(error, message, call):
         call()
 
 
+def of_teacher(offsets, logps=None):
+    logps = torch.zeros(4) if logps is None else logps
+    return objectives.topk_forward_kl()(
+        X, alternative_logps=logps, alternative_offsets=torch.tensor(offsets), teacher_alternative_logps=logps
+    )
+
+
 def test_ends_of_a_range_that_are_in_it():
     objectives.ipo(kl_coef=0.0)
     objectives.clip_cov(share=1.0)
@@ -80,3 +93,5 @@ def test_repr_has_name_and_scope():
     mixed = objectives.mixture(rl=objectives.gspo(), ce=objectives.cross_entropy())
     assert mixed.__name__ == "mixture(rl=gspo(epsilon=0.0003, epsilon_high=0.0004), ce=cross_entropy())"
     assert objectives.reinforce(high=3.0).__name__ == "reinforce(level='token', high=3.0)"
+    safe = objectives.rollout_truncation(objectives.gpg(), policy="old")
+    assert safe.__name__ == "rollout_truncation(gpg())(level='token', high=2.0, policy='old')"

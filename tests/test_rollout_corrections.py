@@ -168,6 +168,14 @@ def test_long_sequences_stay_finite():
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_tokens_that_one_of_both_finds_impossible(mode):
+    old, sampling = torch.tensor([[-torch.inf, -1.0, -1.0]]), torch.tensor([[-1.0, -torch.inf, -1.0]])
+    got = importance_sampling_correction(old, sampling, mode=mode)
+    assert got.ratio.isfinite().all()
+    assert all(x.isfinite().all() for x in got.metrics.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_masked_tokens_and_empty_sequences_have_no_effect(mode):
     old, sampling, mask = rollout(4)
     want = importance_sampling_correction(old, sampling, mask, mode=mode)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from typing import ClassVar, Literal
+from functools import lru_cache, partial
+from typing import Any, ClassVar, Literal
 
 from grpo_fused.call.loss_types import LOSS_TYPES, LossType, users_of
 from grpo_fused.call.options import check_options, option
@@ -14,8 +14,7 @@ LossTypeName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sap
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token"]
 KLEstimator = Literal["k1", "k2", "k3", "exact"]
 
-# A separate float object, so that "not set" and "set to 0.2" differ: gmpo has another default.
-_DEFAULT_EPSILON = float("0.2")
+_DEFAULT_EPSILONS = tuple(kind.epsilon for kind in LOSS_TYPES.values())
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -64,7 +63,7 @@ class GRPOLossConfig:
 
     loss_type: LossTypeName = "dapo"
     beta: float = option(0.0)
-    epsilon: float = option(_DEFAULT_EPSILON, positive=True)
+    epsilon: float = option(LOSS_TYPES["dapo"].epsilon, positive=True)
     epsilon_high: float | None = option(None, positive=True)
     delta: float | None = option(None, positive=True)
     dual_clip: float | None = None
@@ -85,7 +84,7 @@ class GRPOLossConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.epsilon is _DEFAULT_EPSILON and self.kind.epsilon != _DEFAULT_EPSILON:
+        if any(self.epsilon is default for default in _DEFAULT_EPSILONS):  # not set, perhaps in a config that it copies
             object.__setattr__(self, "epsilon", self.kind.epsilon)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be > 1; got {self.dual_clip}")
@@ -93,6 +92,12 @@ class GRPOLossConfig:
             raise ValueError(f"dual_clip ({self.dual_clip}) and delta ({self.delta}) exclude each other; set one")
         self._check_loss_type_uses_options()
         object.__setattr__(self, "_encoded", repr(vars(self)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.epsilon is self.kind.epsilon:
+            del options["epsilon"]
+        return partial(type(self), **options), ()
 
     def __repr__(self) -> str:
         """The options that are not the defaults."""

@@ -12,6 +12,8 @@ Rule = Literal["clip", "cispo", "sapo", "vespo", "gmpo"]
 Average = Literal["sequences", "tokens", "length", "sum", "items"]
 
 _RATIOS = frozenset({"importance_sampling_level", "off_policy_mask_threshold"})
+# Separate objects, as gmpo's: "not set" and "set to 0.2" differ, see `GRPOLossConfig`.
+_EPSILON = float("0.2")
 _CLIP = _RATIOS | {"epsilon", "epsilon_high", "delta", "dual_clip"}
 _CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
 
@@ -31,7 +33,7 @@ class LossType:
     """an option without a default"""
     why: str = ""
     """what it is required for, as the end of a sentence"""
-    epsilon: float = 0.2
+    epsilon: float = _EPSILON
     """the default"""
     metrics: tuple[str, ...] = _CLIP_RATIOS
     """besides those of all loss types"""
@@ -93,7 +95,7 @@ LOSS_TYPES: dict[str, LossType] = {
         "sequences",
         "gmpo",
         options=frozenset({"epsilon", "epsilon_high"}),
-        epsilon=0.4,
+        epsilon=float("0.4"),
         takes_ratio=None,
         masks_inside=True,
         corrects_kl=False,

@@ -37,6 +37,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GIVEN = ("cu_seqlens", "alternative_logps", "alternative_offsets")
 """what an objective gets besides its inputs"""
 
+OF_POLICIES = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+"""inputs that are log-probs of the distribution of the call"""
+
 Size = int | str
 """A number of elements, or a letter for any number."""
 
@@ -416,6 +419,7 @@ def check_call_values(call: LinearCall, vocab_size: int) -> None:
         _refuse("weights", "be finite", ~call.weights.isfinite(), active_tokens(mask, ids).reshape(-1))
     elif isinstance(call, CustomCall) and values_are_checked(ids.device):
         check_offsets(layout)
+        logps = {name: x for name, x in call.inputs.items() if name in OF_POLICIES}
     sets = call.candidates.sets
     if sets is not None:
         check_values(sets, ids, mask, vocab_size, logps)
@@ -508,11 +512,11 @@ def _refuse_no_logps(name: str, logps: Tensor | None, active: Tensor) -> None:
         _refuse(name, "not be NaN or +inf", logps.isnan() | (logps == math.inf), active)
 
 
-def check_offsets(layout: Layout, name: str = "cu_seqlens") -> None:
-    """They rise from 0 to the number of tokens."""
+def check_offsets(layout: Layout, name: str = "cu_seqlens", of: str = "tokens") -> None:
+    """They rise from 0 to the number of tokens, or of what else is laid out like them."""
     if layout.cu_seqlens is None:
         return
     offsets = layout.cu_seqlens.tolist()
     if offsets[:1] != [0] or offsets[-1] != layout.num_tokens or offsets != sorted(offsets):
         got = str(offsets) if len(offsets) <= 8 else f"[{str(offsets[:4])[1:-1]}, ..., {offsets[-1]}]"
-        raise ValueError(f"{name} must rise from 0 to the number of tokens, {layout.num_tokens}; got {got}")
+        raise ValueError(f"{name} must rise from 0 to the number of {of}, {layout.num_tokens}; got {got}")

@@ -198,11 +198,10 @@ def check_objective(
         order = torch.randperm(len(rows), generator=g, device="cpu")
         parts: list[slice | Tensor] = list(order.split(max(len(order) // 3, 1)))
     else:
-        length = shape[1]
-        parts = (
-            [slice(b * length, (b + 1) * length) for b in range(shape[0])] if scope == "sequence" else [slice(0, None)]
-        )
+        parts = [slice(b * shape[1], (b + 1) * shape[1]) for b in range(shape[0])]
     whole = run(slice(0, len(rows)), logps, entropies, of_others)
+    if scope == "batch":
+        return
     total, run.loss = run.loss, torch.zeros_like(run.loss)
     pieces = [None if x is None else torch.zeros_like(x) for x in whole]
     for part in parts:

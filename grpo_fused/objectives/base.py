@@ -261,6 +261,12 @@ class Objective:
             raise TypeError(f"{self.__name__} needs {said}; got {', '.join(sorted(inputs)) or 'no inputs'}")
         if self.of_alternatives and (alternative_logps is None or alternative_offsets is None):
             raise TypeError(f"{self.__name__} needs alternatives; got no alternative_logps and alternative_offsets")
+        if alternative_logps is not None and alternative_offsets is not None:
+            name, count = f"{self.__name__}: alternative_offsets", (logps.shape[0] + 1,)
+            check.check_tensor(alternative_logps, f"{self.__name__}: alternative_logps", check.FLOAT, ("m",))
+            check.check_tensor(alternative_offsets, name, check.OFFSET, count)
+            if values_are_checked(alternative_offsets.device):
+                check.check_offsets(Layout.of(alternative_logps, alternative_offsets), name, "alternatives")
         if not self.of_alternatives and self.reads is not None and alternative_logps is not None:
             raise TypeError(f"{self.__name__} reads no alternatives; got alternative_logps")
         if self.reads is not None and (unread := sorted(inputs.keys() - self.reads)):

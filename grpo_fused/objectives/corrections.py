@@ -12,6 +12,7 @@ from grpo_fused.call import validation as check
 from grpo_fused.call.layout import Layout, active_tokens, segments
 from grpo_fused.call.options import check_choice, check_number
 from grpo_fused.call.outputs import ImportanceSamplingOutput
+from grpo_fused.objective.batch import LOWEST_LOGP
 from grpo_fused.objective.formulas import MAX_LOG_RATIO
 
 ImportanceSamplingMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -87,7 +88,8 @@ def importance_sampling_correction(
     check.check_rollout_values(old_per_token_logps, mask, layout)
 
     active = active_tokens(mask, old_per_token_logps)
-    difference = old_per_token_logps.double() - sampling_per_token_logps.double()
+    both = [x.double().clamp(min=LOWEST_LOGP) for x in (old_per_token_logps, sampling_per_token_logps)]
+    difference = both[0] - both[1]
     known = active & ~difference.isnan()
     log_ratio = torch.where(known, difference, 0.0)
     if mode.startswith("sequence"):

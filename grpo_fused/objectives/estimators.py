@@ -230,7 +230,7 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, *, gamma: float = 1
 
     Args:
         token_rewards: `[B, T]`: rewards of tokens, KL penalties included; `at_last_token` makes them from `[B]`.
-        mask: `[B, T]` bool or 0/1: active tokens. A reward on a masked token counts for the active ones before it.
+        mask: `[B, T]` bool or 0/1: active tokens. A reward on a masked token does not count.
         gamma: Discount of a step from an active token to the one before, in (0, 1].
 
     Returns:

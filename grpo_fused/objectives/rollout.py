@@ -76,9 +76,11 @@ def rollout_rejection(
         divergence = {"k1": -d, "k2": 0.5 * d.square(), "k3": d.exp() - 1.0 - d}[estimator]
         if level != "token":
             divergence = tokens.groups.reduce(divergence, _reduction(level))
-        return call_part(objective, tokens) * ((divergence >= smallest) & (divergence <= largest))
+        kept = (divergence >= smallest) & (divergence <= largest)
+        return call_part(objective, tokens) * torch.where(divergence.isnan(), divergence, kept)
 
-    name = described(f"rollout_rejection({name_of(objective)})", level=level, estimator=estimator, low=low, high=high)
+    options = {"level": level, "estimator": estimator, "low": low, "high": high, "policy": policy}
+    name = described(f"rollout_rejection({name_of(objective)})", **options)
     return _around(name, loss, objective, level, policy)
 
 
@@ -128,7 +130,7 @@ def rollout_truncation(
         ratio = ratio.clamp(max=high) if low is None else ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
         return call_part(objective, tokens) * ratio
 
-    name = described(f"rollout_truncation({name_of(objective)})", level=level, low=low, high=high)
+    name = described(f"rollout_truncation({name_of(objective)})", level=level, low=low, high=high, policy=policy)
     return _around(name, loss, objective, level, policy)
 
 
