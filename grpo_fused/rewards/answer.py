@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
 
 from grpo_fused.rewards.text import Text, extract_answer, judge_each
@@ -127,6 +128,11 @@ def is_one_number(text: str) -> bool:
         return False
     fraction = [int(digits) for digits in found.groups() if digits is not None]
     return not fraction or (fraction[1] > 1 and math.gcd(*fraction) == 1)
+
+
+def digits_of(number: object) -> str:
+    """The text of a number, without an exponent: `1e-05` would be e - 5."""
+    return format(Decimal(repr(number)), "f") if isinstance(number, float) else str(number)
 
 
 def plain_number(text: str) -> Fraction | None:

@@ -151,8 +151,14 @@ def _alarm(seconds: float) -> Iterator[None]:
 def _gathered(awaited: Mapping[str, Awaitable[object]], timeout: float | None) -> dict[str, object]:
     """The results of async functions, which run concurrently on the event loop."""
 
+    async def kept(waiting: Awaitable[object]) -> object:
+        try:
+            return await waiting
+        except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop's thread
+            raise RuntimeError(repr(error)) from error
+
     async def all_of_them() -> dict[str, object]:
-        tasks = {name: asyncio.ensure_future(waiting) for name, waiting in awaited.items()}
+        tasks = {name: asyncio.ensure_future(kept(waiting)) for name, waiting in awaited.items()}
         try:
             await asyncio.wait(tasks.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
             results: dict[str, object] = {}
@@ -161,7 +167,7 @@ def _gathered(awaited: Mapping[str, Awaitable[object]], timeout: float | None) -
                     if not tasks[name].done():
                         raise TimeExceeded
                     results[name] = tasks[name].result()
-                except (Exception, TimeExceeded) as error:
+                except (Exception, TimeExceeded, asyncio.CancelledError) as error:
                     raise _failure(name, error, timeout) from error
             return results
         finally:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from grpo_fused.rewards.answer import plain_number
+from grpo_fused.rewards.answer import digits_of, plain_number
 from grpo_fused.rewards.arithmetic import evaluate_arithmetic
 from grpo_fused.rewards.text import Text, extract_answer, judge_each, parse_completion, whole_completions
 
@@ -62,7 +62,7 @@ def countdown_reward(
 def _exact(column: str, number: Any) -> Fraction:
     """A column's number without rounding; a float counts as its printed value, so that 0.1 is a tenth."""
     number = number.item() if hasattr(number, "item") else number  # a scalar tensor or a numpy number
-    exact = plain_number(str(number))
+    exact = plain_number(digits_of(number))
     if exact is None:
         raise TypeError(f"the {column} column must hold numbers; got {number!r:.200}")
     return exact

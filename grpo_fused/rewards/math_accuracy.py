@@ -7,11 +7,10 @@ import importlib.util
 import time
 import warnings
 from collections.abc import Sequence
-from decimal import Decimal
 
 from grpo_fused.call.options import check_flag, check_number
 from grpo_fused.rewards import math_verifier
-from grpo_fused.rewards.answer import is_one_number, plain_number, reference_answer, stated_answer
+from grpo_fused.rewards.answer import digits_of, is_one_number, plain_number, reference_answer, stated_answer
 from grpo_fused.rewards.text import Text, judge_each, text_of
 
 
@@ -71,8 +70,7 @@ def math_accuracy_reward(
     def judge(completion: Text, right: object) -> float | None:
         if isinstance(right, bool) or not isinstance(right, (str, int, float)):
             raise TypeError(f"the {column} column must hold str, int, float or None; got {type(right).__name__}")
-        text = format(Decimal(repr(right)), "f") if isinstance(right, float) else str(right)  # not 1e-05: that is e - 5
-        answer, reference = stated_answer(text_of(completion)), reference_answer(text)
+        answer, reference = stated_answer(text_of(completion)), reference_answer(digits_of(right))
         if answer is None:
             return 0.0
         answer, reference = (x.replace("\N{MINUS SIGN}", "-") for x in (answer, reference))

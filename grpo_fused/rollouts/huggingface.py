@@ -113,6 +113,8 @@ class HuggingFaceEngine:
         options = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0), "logits_to_keep": 1}
         options = {name: value for name, value in options.items() if accepts(self.model, name)}
         name = "cache" if "cache" in forward_parameters(self.model) else "past_key_values"  # up to transformers 5.23
+        if name not in forward_parameters(self.model):  # GPT-1, XLNet: no cache
+            return {}
         given: dict[str, Cache] = {name: cache}
         self.model(input_ids=ids, attention_mask=mask, use_cache=True, **given, **options)
         cache.batch_select_indices(new.cumsum(0) - 1)

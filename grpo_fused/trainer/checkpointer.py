@@ -134,6 +134,8 @@ class Checkpointer:
         if self.accelerator.is_main_process:
             for old in existing:
                 checkpoint.remove(old)
+            for batch in self.output_dir.glob("failed-step-*.safetensors"):
+                batch.unlink()
             self.output_dir.mkdir(parents=True, exist_ok=True)
             metrics.write_text("", encoding="utf-8")
         return 0

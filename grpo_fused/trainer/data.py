@@ -175,7 +175,7 @@ class Stream(Iterator[list[Row]]):
     Args:
         row: Makes row 0, 1, 2, ...
         size: Rows in a batch.
-        fits: Rows for which it is false are left out.
+        fits: Rows for which it is false are left out; it may raise PromptError.
         seed: Of the rows, which a resumed run must share.
     """
 
@@ -205,8 +205,11 @@ class Stream(Iterator[list[Row]]):
                 raise PromptError(f"{name} {raised(error)}") from error
             check_rows([row], 1, name=name)
             self._position += 1
-            if self.fits(row):
-                return row
+            try:
+                if self.fits(row):
+                    return row
+            except PromptError as error:
+                raise PromptError(f"{name}: {error}") from error
         raise ValueError(f"train_dataset must make rows with prompts that fit; got none in {_MOST_LEFT_OUT}")
 
     @property
@@ -247,8 +250,16 @@ class RowFilter:
     say: Callable[[str], None]
 
     def fits(self, row: Row) -> bool:
-        """Whether a row's prompt is not too long."""
-        return self.longest is None or len(self.encode(row["prompt"])) <= self.longest
+        """Whether a row's prompt is not too long.
+
+        Raises:
+            PromptError: It cannot be encoded, or has no room.
+        """
+        length = len(self.encode(row["prompt"]))
+        if self.longest is not None and length > self.longest:
+            return False
+        self.check_length(length)
+        return True
 
     def usable(self, dataset: Sequence[Row], at_least: int, name: str) -> Sequence[Row]:
         """The rows, checked; without those whose prompt is too long."""
@@ -345,7 +356,7 @@ def _read_file(path: Path) -> list[Row]:
         raise ValueError(f"expected a file that ends in {', '.join(_READERS)}; got {str(path)!r}")
     try:
         return list(reader(path))
-    except (ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors
+    except (ValueError, csv.Error, RecursionError) as error:  # pyarrow's errors are ValueErrors
         raise ValueError(f"{path} cannot be read as {path.suffix}: {error}") from error
 
 

@@ -289,7 +289,8 @@ class GRPOTrainer:
         metrics: Metrics = {}
         if self.eval_rows is not None:
             metrics = evaluate(self.sampler, self.eval_rows, self.config, success=int(self.reward_weights.argmax()))
-        return metrics if self.evaluate_too is None else metrics | dict(self.evaluate_too())
+        own = {} if self.evaluate_too is None else self.evaluate_too()
+        return metrics | {name: float(value) for name, value in own.items()}
 
     def save(self) -> Path | None:
         """Writes a checkpoint of the steps done, unless it exists or `output_dir` is None; all processes call it.

@@ -34,6 +34,11 @@ def check_accelerator(accelerator: Accelerator, config: GRPOTrainerConfig) -> No
 
 def ready(model: PreTrainedModel, config: GRPOTrainerConfig, device: torch.device) -> PreTrainedModel:
     """The model on its device, without dropout."""
+    if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
+        raise ValueError(
+            "model must have no virtual tokens (peft's prefix and prompt tuning): its generate leaves them out, and "
+            "completions would be those of another policy"
+        )
     disable_dropout(model)
     if config.gradient_checkpointing:
         # transformers 5.2x renames it, with the same default: non-reentrant
@@ -51,8 +56,7 @@ def check_saved(model: PreTrainedModel) -> None:
     state = model.state_dict(keep_vars=True)
     saved = {id(p) for name in model.peft_config for p in get_peft_model_state_dict(model, state, name).values()}
     for name, p in model.named_parameters():
-        # of prompts peft saves what their encoder computes
-        if p.requires_grad and id(p) not in saved and not name.startswith("prompt_encoder."):
+        if p.requires_grad and id(p) not in saved:
             raise ValueError(
                 f"with adapters, peft must save all that is trained; got {name}, which it does not: freeze it, or name "
                 "its module in the adapter's modules_to_save"

@@ -46,6 +46,7 @@ def test_answers(answer: str, expected: float) -> None:
 def test_division_is_exact() -> None:
     assert judge("8 / (3 - 8/3)", 24, [3, 3, 8, 8]) == 1.0  # 23.999999999999996 in floats
     assert judge("1/3", "0.33333333", [1, 3]) == 0.0
+    assert judge("1/100000", 1e-5, [1, 100_000]) == 1.0  # printed as 1e-05
 
 
 def test_use_all() -> None:

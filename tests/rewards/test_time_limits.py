@@ -193,6 +193,20 @@ def test_async_functions_that_raise_are_named_and_their_error_kept() -> None:
     assert isinstance(caught.value.__cause__, TimeoutError)
 
 
+@pytest.mark.parametrize("error", [SystemExit("no key"), asyncio.CancelledError("gone")], ids=["exit", "cancelled"])
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_an_async_function_that_ends_in_what_is_no_exception(error: BaseException, timeout: float | None) -> None:
+    async def leaves(**_: Any) -> list[float]:
+        raise error
+
+    async def fine(**_: Any) -> list[float]:
+        return [1.0, 1.0]
+
+    with pytest.raises(RewardError, match=f"'leaves' raised .*{error.args[0] if type(error) is SystemExit else ''}"):
+        score(timeout, leaves=leaves)
+    assert score(5.0, fine=fine) == [[1.0], [1.0]]
+
+
 def test_an_async_function_that_blocks_the_loop_is_abandoned() -> None:
     async def blocker(**_: Any) -> list[float]:
         time.sleep(3)

@@ -230,7 +230,9 @@ def test_a_folder_with_a_run_is_not_overwritten_silently(tmp_path: Path) -> None
     make(tmp_path, steps=1).train()
     with pytest.raises(ValueError, match="must not hold a run; got .*: resume or overwrite it"):
         make(tmp_path, steps=1)
+    (tmp_path / "failed-step-2-process-0.safetensors").touch()
     make(tmp_path, steps=2, overwrite=True).train()
+    assert not list(tmp_path.glob("failed-step-*"))
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002"]
     (tmp_path / "early").mkdir()
     (tmp_path / "early" / "metrics.jsonl").write_text('{"step": 1}\n')

@@ -202,6 +202,12 @@ def test_columns_keep_their_order() -> None:
     assert titles.split() == ["step", "reward", "loss", "entropy", "clipped", "grad", "norm", "tokens/s"]
 
 
+def test_a_single_reward_is_shown_where_it_is_not_the_sum() -> None:
+    row = {"step": 1, "reward": 0.5, "rewards/part": 0.5}
+    assert "part" not in format_row(row)
+    assert "part 0.750" in format_row(row | {"rewards/part": 0.75})
+
+
 def test_rows_stay_aligned_and_short() -> None:
     row = {
         "step": 10, "reward": -1234567.0, "zero_std_groups": 0.0625, "completion_length": 118.25, "loss": float("nan"),

@@ -110,6 +110,7 @@ def test_a_byte_order_mark_and_a_line_separator_inside_a_text(tmp_path: Path) ->
             id="csv-chat",
         ),
         pytest.param("a.csv", b"a,a\n1,2\n", r"a.csv .* all different; got \['a', 'a'\]", id="csv-twice"),
+        pytest.param("a.json", b"[" * 100_000, r"a.json cannot be read as .json: .*recursion", id="json-nested"),
         pytest.param("a.csv", b"a,\n1,2\n", r"a.csv .* all different; got \['a', ''\]", id="csv-no-name"),
         pytest.param("a.csv", b'a\n"1\n', "a.csv cannot be read .*unexpected end", id="csv-open-quote"),
         pytest.param("a.parquet", b"PAR2", "a.parquet cannot be read as .parquet: ", id="parquet"),

@@ -139,12 +139,8 @@ def test_a_trained_parameter_that_peft_does_not_save_is_refused(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], tmp_path: Path
 ) -> None:
     """Checkpoints would lack it, and a resumed run would begin with another policy."""
-    from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
-    prefix: Any = get_peft_model(
-        build_small_model(len(tokenizer)), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    )
-    make_trainer(prefix, tokenizer, rows, output_dir=tmp_path)
     lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], bias="all", use_dora=True)
     adapted: Any = get_peft_model(model, lora)
     make_trainer(adapted, tokenizer, rows, output_dir=tmp_path)
@@ -227,8 +223,20 @@ def test_a_prompt_that_cannot_be_encoded_is_refused_before_the_first_step(
 ) -> None:
     tokenizer.add_tokens(["<new>"])
     rows: Any = [{"prompt": text}] * 2
+    message = message.replace("row 0 of train_dataset", r"train_dataset\(0\)") if generated else message
     with pytest.raises(PromptError, match=message):
         make_trainer(model, tokenizer, (lambda index: rows[0]) if generated else rows)
+
+
+def test_virtual_tokens_are_refused(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    """Completions would be those of the model without them."""
+    from peft import PrefixTuningConfig, get_peft_model
+
+    prefix: Any = get_peft_model(model, PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="must have no virtual tokens"):
+        make_trainer(prefix, tokenizer, rows)
 
 
 @pytest.mark.parametrize("build", [GPT2Config, OPTConfig], ids=["gpt2", "opt"])
@@ -242,6 +250,12 @@ def test_a_prompt_and_its_completion_must_have_positions(
     with pytest.raises(PromptError, match="row 1 of train_dataset: .* at most 8 tokens, .* a prompt of 5 and .* 4 "):
         make_trainer(model, tokenizer, rows)
     make_trainer(model, tokenizer, rows, max_completion_length=3).step()
+    made: Any = lambda index: rows[index > 2]  # noqa: E731
+    trainer = make_trainer(model, tokenizer, made)
+    trainer.step()
+    with pytest.raises(PromptError, match=r"train_dataset\(3\): .* at most 8 tokens, .* a prompt of 5"):
+        trainer.step()
+    assert make_trainer(model, tokenizer, made, max_prompt_length=4).batches.fits(rows[0])  # type: ignore[union-attr]
 
 
 def test_tokens_beyond_the_embedding_may_exist(

@@ -14,6 +14,8 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
@@ -251,6 +253,13 @@ def test_a_prompt_is_computed_once_for_its_completions(
             monkeypatch.undo()
         assert torch.equal(found[0][0], found[1][0])
         assert found[0][1] < found[1][1]
+
+
+def test_a_model_without_a_cache_of_keys_and_values(tokenizer: PreTrainedTokenizerFast) -> None:
+    torch.manual_seed(0)
+    config = OpenAIGPTConfig(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    rollout = sampled(OpenAIGPTLMHeadModel(config).eval(), tokenizer, ["1+2="], num_generations=3)
+    assert rollout.completion_ids.shape[0] == 3
 
 
 @pytest.mark.parametrize(("window", "shared"), [(32, True), (9, True), (5, False)])

@@ -80,7 +80,13 @@ def test_metrics_are_written_one_line_a_step(
 ) -> None:
     rewards = [format_reward, exact_answer_reward]
     loss = GRPOLossConfig(beta=0.01)
-    options = {"num_iterations": 2, "loss": loss, "evaluate": lambda: {"accuracy": 0.5}, "eval_steps": 2, "steps": 3}
+    options = {
+        "num_iterations": 2,
+        "loss": loss,
+        "evaluate": lambda: {"accuracy": torch.tensor(0.5)},
+        "eval_steps": 2,
+        "steps": 3,
+    }
     for _ in range(2):  # the second run starts the file again
         make_trainer(model, tokenizer, rows, rewards, output_dir=tmp_path, overwrite=True, **options).train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

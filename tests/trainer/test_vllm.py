@@ -458,7 +458,8 @@ def test_a_prompt_without_room_for_its_completion_is_refused_before_the_first_ro
     longest = len(tokenizer(rows[-1]["prompt"]).input_ids)
     make(longest + 16, max_completion_length=16)
     row = 0 if generated else 3  # the first that is too long
-    where = f"row {row} of train_dataset: a prompt and its completion must have at most {longest + 14} tokens in vLLM"
+    place = r"train_dataset\(0\)" if generated else f"row {row} of train_dataset"
+    where = f"{place}: a prompt and its completion must have at most {longest + 14} tokens in vLLM"
     with pytest.raises(PromptError, match=f"{where} .*; got a prompt of .* and max_completion_length 16"):
         make(longest + 14, max_completion_length=16)
     if not generated:
