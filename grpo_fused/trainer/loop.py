@@ -31,7 +31,7 @@ from grpo_fused.trainer.data import Row, RowFilter, Rows, check_same_rows
 from grpo_fused.trainer.evaluation import evaluate
 from grpo_fused.trainer.interrupt import StopRequest
 from grpo_fused.trainer.metrics import Metrics, RunLog, check_trackers, format_facts
-from grpo_fused.trainer.peers import Peers, check_processes, check_same_start
+from grpo_fused.trainer.peers import Peers, check_processes, of_all_processes
 from grpo_fused.trainer.policy import Policy, Reference
 from grpo_fused.trainer.prompts import encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import Rollout
@@ -128,9 +128,8 @@ class GRPOTrainer:
             raise ValueError(
                 f"prompts_per_step must be divisible by the {processes} processes; got {config.prompts_per_step}"
             )
-        begins_with = identity(model, tokenizer)
-        others = [] if reference_model is None else [identity(reference_model, tokenizer)]
-        check_same_start(self.accelerator, begins_with, *others)
+        models = [model] if reference_model is None else [model, reference_model]
+        begins_with = of_all_processes(self.accelerator, *[identity(x, tokenizer) for x in models])
         self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))
         self.reward_weights = torch.tensor(reward_weights_of(reward_functions, reward_weights))
         self._silent: set[str] = set()  # reward functions that were named for judging nothing

@@ -70,20 +70,21 @@ class Peers:
         self._in_collectives = False
 
 
-def check_same_start(accelerator: Accelerator, *models: dict[str, str]) -> None:
-    """Raises unless all processes have models of the same identity.
+def of_all_processes(accelerator: Accelerator, *models: dict[str, str]) -> dict[str, str]:
+    """The identity of the first model; raises unless all processes have models of the same identities.
 
     The policy's weights become those of the first process (DDP), or shards of all (FSDP2), but not its reference's.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if getattr(plugin, "cpu_ram_efficient_loading", False):
-        return  # only the first process has weights yet
-    found = gather_object([models])
-    if others := [process for process, there in enumerate(found) if there != found[0]]:
+    plugin, found = getattr(accelerator.state, "fsdp_plugin", None), gather_object([models])
+    others = [process for process, there in enumerate(found) if there != found[0]]
+    # with this option only the first process has weights yet
+    if others and not getattr(plugin, "cpu_ram_efficient_loading", False):
         raise ValueError(
             "all processes must begin with the same weights and vocabulary, of model and reference_model; got others "
             f"on the processes {others} (a random model needs the same seed on each)"
         )
+    first: dict[str, str] = found[0][0]
+    return first
 
 
 def check_processes(accelerator: Accelerator) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from trainer.small_model import build_small_model
 
 from grpo_fused import ParallelGroups, share_failures
 from grpo_fused.trainer import GRPOTrainer
-from grpo_fused.trainer.checkpoint import naming
+from grpo_fused.trainer.checkpoint import identity, naming
 
 LIMIT = 120
 """seconds within which both processes must have ended; the first pair waits for imports"""
@@ -204,7 +205,13 @@ def under_another_error(rank: int, folder: Path) -> str:
 
 def other_start(rank: int, folder: Path, what: str) -> str:
     """The processes have other weights, another reference, or another newest checkpoint."""
-    make = partial(runs.make, accelerator=Accelerator(cpu=True))
+    accelerator = Accelerator(cpu=True)
+    make = partial(runs.make, accelerator=accelerator)
+    if what == "first alone":  # has weights
+        accelerator.state.fsdp_plugin = SimpleNamespace(cpu_ram_efficient_loading=True)
+        want = identity(runs.build_small_model(21), runs.build_tokenizer())
+        runs.build_small_model = partial(build_small_model, seed=rank)  # type: ignore[assignment]
+        return f"the identity of the first: {make(None).checkpointer.identity == want}"
     if what == "weights":
         runs.build_small_model = partial(build_small_model, seed=rank)  # type: ignore[assignment]
     elif what == "reference":

@@ -112,6 +112,11 @@ def test_processes_that_begin_in_another_way(what, tmp_path):
     assert [outcome.said for outcome in run_pair(tmp_path, other_start, what)] == [want, want]
 
 
+def test_only_the_first_process_may_have_weights(tmp_path):
+    said = "the identity of the first: True"
+    assert [outcome.said for outcome in run_pair(tmp_path, other_start, "first alone")] == [said, said]
+
+
 def test_a_lost_process_under_another_error(tmp_path):
     assert [outcome.said for outcome in run_pair(tmp_path, under_another_error)] == [peer(MEMORY), MEMORY]
 
