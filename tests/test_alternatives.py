@@ -297,9 +297,11 @@ def test_an_impossible_alternative(impl):
     active = case.completion_mask.reshape(-1)
     assert (out.alternative_logps.view(-1, 2)[active, 0] == -math.inf).all()
     assert out.alternative_logps.view(-1, 2)[:, 1].isfinite().all()
-    want, got = run(case, sets, "reference"), run(case.to(dtype), sets, impl)
-    for name in ("dhidden", "dweight"):
-        assert frobenius_error(got[1][name], want[1][name]) <= 10 * tol, name
+    for with_entropy in (False, True):
+        want = run(case, sets, "reference", with_entropy=with_entropy)
+        got = run(case.to(dtype), sets, impl, with_entropy=with_entropy)
+        for name in ("dhidden", "dweight"):
+            assert frobenius_error(got[1][name], want[1][name]) <= 10 * tol, name
 
 
 def test_an_impossible_alternative_of_frozen_tensors():
@@ -320,7 +322,7 @@ def test_an_impossible_alternative_of_frozen_tensors():
     assert seen[0].isfinite().all()
 
 
-def test_entries_are_scaled_with_the_other_derivatives():
+def test_all_derivatives_are_scaled_by_the_largest():
     """fp16 dlogits of a GPU are multiplied by a power of two, chosen so that entries do not overflow either."""
     nothing, entries = torch.zeros(2), Entries(torch.tensor([1]), torch.tensor([3]), torch.tensor([2.0**14]))
     found = Coefficients(Statistics(nothing, nothing, nothing, None), torch.ones(2), torch.ones(2), entries)
@@ -331,6 +333,9 @@ def test_entries_are_scaled_with_the_other_derivatives():
     head = LMHead(torch.zeros(4, 2))
     assert float(fp16_scale(head, 1.0, found.dlogp, None)) == 2.0**8
     assert float(fp16_scale(head, 1.0, found.dlogp, None, entries)) == 2.0**-6
+    assert float(fp16_scale(head, 1.0, found.dlogp, found.dentropy)) == 2.0**2  # at most 1 + 32
+    assert float(fp16_scale(head._replace(logit_scale=-8.0), torch.tensor([1.0, 0.25]), found.dlogp, None)) == 2.0**3
+    assert float(fp16_scale(head, 1.0, nothing, None)) == 2.0**120
 
 
 @pytest.mark.parametrize("impl", ENGINES)

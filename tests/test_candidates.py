@@ -193,6 +193,13 @@ def test_tokens_with_a_gradient_of_their_entropy_alone_are_counted():
     assert got.out.metrics["gradient_tokens"] == case.completion_mask.sum()
 
 
+def test_tokens_without_a_gradient_are_not_counted():
+    case = with_sets(make_case(0, extras=False), sizes=(3, 9), whole=0.3)
+    case.advantages[1] = 0.0
+    got = case.run(GRPOLossConfig(), impl="chunked")
+    assert got.out.metrics["gradient_tokens"] == got.dhidden.any(-1).sum() < case.completion_mask.sum()
+
+
 @pytest.mark.parametrize("impl", BITWISE)
 def test_a_token_is_the_same_in_any_batch_and_with_any_threads(impl):
     H = 40 if impl == "triton" else 200

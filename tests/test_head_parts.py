@@ -24,6 +24,7 @@ from grpo_fused import (
 from grpo_fused.api import operators
 from grpo_fused.api.composed import composed
 from grpo_fused.call.calls import LMHead, Needs
+from grpo_fused.call.validation import check_adapters
 from grpo_fused.engines import candidates, cpu_library, native, products
 from grpo_fused.engines.base import Tokens
 from grpo_fused.engines.gradients import GradientSums
@@ -155,6 +156,19 @@ def test_a_small_b_in_fp16(impl):
     logps = fused_linear_logprobs(*given, lm_head_adapter=exact, impl="reference").logps
     (want,) = torch.autograd.grad(logps.sum() / 1000, [adapter.a])
     assert_close([found], [want], torch.float16)
+
+
+@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "triton"])
+def test_a_small_scale_in_fp16(impl):
+    """B is divided by the scale of a row, which multiplies both: the quotient is beyond fp16's range."""
+    case = case_of("int8", torch.float16)
+    case = case._replace(weight=replace(case.weight, scale=1e-4 * case.weight.scale))
+    got = fused_linear_logprobs(
+        case.hidden, case.weight, case.ids, case.mask, lm_head_adapter=case.adapters, impl=impl
+    ).logps.sum()  # fmt: skip
+    leaves, hidden, weight = case.exact()
+    want = fused_linear_logprobs(hidden, weight, case.ids, case.mask, impl="reference").logps.sum()
+    assert_close(gradients(got, case.leaves), gradients(want, leaves), torch.float16)
 
 
 @pytest.mark.pairs
@@ -438,6 +452,22 @@ def test_autocast_rounds_the_bias_as_without_an_adapter(name):
     assert float((got.logps - want.logps).abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize(("dtype", "of"), [(torch.bfloat16, None), (torch.float32, torch.float64)], ids=str)
+def test_states_of_an_adapter_are_in_the_dtype_of_sums(dtype, of):
+    """Also under autocast to the dtype that the products have anyway, and where the adapter's own is wider."""
+    case = case_of("plain", dtype, 1, of)
+
+    def logps() -> Tensor:
+        return fused_linear_logprobs(case.hidden, case.weight, case.ids, lm_head_adapter=case.adapters).logps
+
+    want = logps()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        assert torch.equal(logps(), want)
+    _, hidden, weight = case.exact()
+    exact = fused_linear_logprobs(hidden, weight, case.ids, impl="reference").logps
+    assert float((want - exact).abs().max()) < LOGPS[dtype]
+
+
 def test_a_head_without_needs_of_its_states():
     """Frozen states: gradients of the adapter alone."""
     case = case_of("int8", torch.bfloat16)
@@ -584,6 +614,13 @@ def _halves(**changes: Any) -> QuantizedWeight:
 def test_errors(error, match, changes):
     with pytest.raises(error, match=match):
         _call(**changes)
+
+
+def test_dropout_beside_other_slices_is_refused():
+    hidden, weight = torch.randn(B, T, H), torch.randn(V, H)
+    check_adapters([_adapter()], hidden, weight, has_group=True)
+    with pytest.raises(ValueError, match="would drop different states; got lm_head_adapter.dropout=0.1"):
+        check_adapters([_adapter(dropout=0.1)], hidden, weight, has_group=True)
 
 
 def test_a_weight_that_requires_a_gradient_may_be_scored_without_one():

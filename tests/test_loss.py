@@ -228,3 +228,11 @@ def test_shapes_and_values(B, T, H, V, seed, drift, logit_std, config, scratch, 
     row = 8 * padded(V)
     got = case.run(config, max_scratch_bytes=4 * row + 24 * V * H + scratch * row)
     assert_same(got, want, tol=1e-9)
+
+
+def test_tokens_of_all_chunks_are_counted():
+    """Those whose gradient was computed: a few without one among many are not left out."""
+    case = make_case(0, B=8, T=40)
+    got = case.run(make_config("dapo"), impl="chunked", max_scratch_bytes=SEVERAL_CHUNKS["chunked"])
+    needed = got.dhidden.any(-1).sum()
+    assert needed <= got.out.metrics["gradient_tokens"] <= 8 / 7 * needed

@@ -102,3 +102,13 @@ def test_only_a_call_of_several_chunks_sums_dw_in_fp32(impl):
     bytes_of = {scratch: engine.cost(head, 640, scratch).accumulator_bytes for scratch in (None, 1 << 20)}
     assert engine.chunk_rows(head, 640, 1 << 20) < 640 <= engine.chunk_rows(head, 640, None)
     assert bytes_of == {None: 0, 1 << 20: 4 * 1000 * 64}
+
+
+def test_one_chunk_may_take_the_room_of_the_sum_that_it_saves():
+    """By default only: 240 MB of logits and 64 MB of a sum of dW are no more than 256 MiB of logits with that sum."""
+    engine = engines.engine("chunked")
+    for dtype, rows in ((torch.bfloat16, 60000), (torch.float32, 50176)):  # fp32 sums need no memory of their own
+        head = Shape(60000, 16384, 1000, dtype).head(torch.device("cpu"))
+        assert engine.chunk_rows(head, 1 << 20, None) == 50176
+        assert engine.chunk_rows(head, 60000, None) >= rows
+        assert engine.chunk_rows(head, 60000, 1 << 28) == 50176

@@ -96,6 +96,8 @@ def fail(folder: Path, how: str, seconds: float = 0.0) -> None:
         raise ConnectionError("the judge is offline")
     if how == "memory":
         raise MemoryError("no room for the activations")
+    if how == "judge":
+        raise RuntimeError("the judge: Connection reset by peer")
     if how == "data":
         raise IndexError("there is no such row")
     if how == "leaves":
@@ -193,12 +195,13 @@ def shared(rank: int, folder: Path, kind: str, loss_type: str) -> str:
 
 
 def under_another_error(rank: int, folder: Path) -> str:
-    """A lost connection is what caused the error of the process that stays."""
-    dist.init_process_group("gloo")
-    dist.barrier()
+    """A lost connection of a group that the block made is what caused the error of the process that stays; that of the
+    other one is no such loss, although it reads as one."""
     with share_failures(), naming("cannot resume") if rank == 0 else nullcontext():
+        dist.init_process_group("gloo")
+        dist.barrier()
         if rank == 1:
-            fail(folder, "memory")
+            fail(folder, "judge")
         dist.barrier()
     return "done"
 

@@ -20,7 +20,7 @@ from grpo_fused import (
 from grpo_fused.api import pipeline
 from grpo_fused.engines.chunked import Slab
 from grpo_fused.engines.rows import TorchRows
-from grpo_fused.ranks.parallel import counting
+from grpo_fused.ranks.parallel import VocabParallel, counting
 
 
 def plain(result: Result, traffic: Any) -> dict[str, Any]:
@@ -205,6 +205,13 @@ def one_bias(rank: int, group: Any, case: Case) -> str:
     return "no error"
 
 
+def summed_in_bf16(rank: int, group: Any) -> bool:
+    """Whether sums over four ranks are exact until they are rounded."""
+    numbers = torch.randint(-256, 257, (4, 100), generator=torch.Generator().manual_seed(0))
+    found = VocabParallel(group, [1] * 4, torch.arange(4)).start_sum(numbers[rank].bfloat16())()
+    return torch.equal(found, numbers.sum(0).bfloat16())
+
+
 def both_in_one_group(rank: int, group: Any) -> str:
     """The error of a grid whose groups have both ranks."""
     try:
@@ -257,6 +264,12 @@ def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
         _fail_once("metrics", pipeline, "compute_metrics")
     elif rank == 1 and what == "hidden size":
         mine.hidden_states, mine.lm_head_weight = mine.hidden_states[..., :8], mine.lm_head_weight[:, :8]
+    elif rank == 1 and what == "vocabulary":
+        mine.lm_head_weight = torch.cat([mine.lm_head_weight, mine.lm_head_weight[:1]])
+    elif rank == 1 and what == "split":
+        given = ParallelGroups(tokens=group, split_sequences=True)
+    elif what == "sequences":  # rank 1 has a part of one of them only
+        mine, given = rows_of(mine, slice(0, 2 - rank)), ParallelGroups(tokens=group, split_sequences=True)
     elif rank == 1 and what == "operator":
         try:
             fused_linear_logprobs(mine.hidden_states, mine.lm_head_weight, mine.completion_ids, process_group=given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from grpo_fused.call.calls import LMHead, LogprobsCall, LogprobsGradientCall, Needs, Run, TokenSets
@@ -42,13 +43,14 @@ def test_contents_cover_active_positions_only():
     assert contents(mask=torch.ones_like(MASK)) != contents()
 
 
-def test_coefficients_are_compared_by_the_positions_of_zeros():
+@pytest.mark.parametrize("name", ["dlogps", "dentropies", "dalternative_logps"])
+def test_coefficients_are_compared_by_the_positions_of_zeros(name):
     g = torch.tensor([[0.5, 0.0, 7.0], [1.0, 2.0, 3.0]])
-    assert contents(dlogps=g) == contents(dlogps=-2 * g)
-    assert contents(dlogps=g) != contents(dlogps=g + 1)
+    assert contents(**{name: g}) == contents(**{name: -2 * g})
+    assert contents(**{name: g}) != contents(**{name: g + 1})
     masked = g.clone()
     masked[0, 2] = 0.0
-    assert contents(dlogps=g) == contents(dlogps=masked)
+    assert contents(**{name: g}) == contents(**{name: masked})
 
 
 def test_checksums_are_numbers_that_a_collective_can_send():

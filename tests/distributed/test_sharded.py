@@ -184,6 +184,12 @@ def test_ranks_with_other_tokens_have_one_hidden_size_and_one_normaliser(workers
         assert "must give the same hidden size; got rank 0: 12, rank 1: 8" in got, got
     for got in workers.run(one_fails, 2, make_case(5).to(torch.float32), "tokens", "items"):
         assert "must give the same num_items; got rank 0: checksum " in got, got
+    for got in workers.run(one_fails, 2, make_case(5).to(torch.float32), "tokens", "vocabulary"):
+        assert "must give the same vocabulary; got rank 0: 29, rank 1: 30" in got, got
+    for got in workers.run(one_fails, 2, make_case(5).to(torch.float32), "tokens", "split"):
+        assert "must give the same split_sequences; got rank 0: 0, rank 1: 1" in got, got
+    for got in workers.run(one_fails, 2, make_case(5).to(torch.float32), "tokens", "sequences"):
+        assert "must have the same number of them; got rank 0: 2, rank 1: 1" in got, got
 
 
 def test_wrong_groups_are_refused(workers):

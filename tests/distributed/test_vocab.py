@@ -10,6 +10,7 @@ import torch
 from distributed.jobs import (
     refused_divergence,
     slices,
+    summed_in_bf16,
     vocab_alternatives,
     vocab_divergence,
     vocab_logprobs,
@@ -138,6 +139,10 @@ def test_low_precision(dtype, workers):
         for name, full in (("dhidden", want.dhidden), ("dweight", want.dweight[slices(sizes)[rank]])):
             error = np.linalg.norm(got[name] - full.numpy()) / np.linalg.norm(full.numpy())
             assert error <= 2 * eps, name
+
+
+def test_sums_are_rounded_once(workers):
+    assert workers.run(summed_in_bf16, 4) == [True] * 4
 
 
 def test_communication_is_counted(workers):

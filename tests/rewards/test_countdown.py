@@ -52,6 +52,7 @@ def test_division_is_exact() -> None:
 def test_use_all() -> None:
     assert judge("8 * 2 - 1", use_all=True) == 0.0
     assert judge("8 + 4 + 2 + 1", use_all=True) == 1.0
+    assert judge("8 + 4 + 2 + 1 * 1", use_all=True) == 0.0
 
 
 def test_without_the_format_one_answer_block_is_needed() -> None:

@@ -175,6 +175,12 @@ def test_fractions_in_lowest_terms_and_rates_are_numbers(answer: str) -> None:
     assert is_one_number(answer)
 
 
+def test_a_fraction_of_thousands_of_digits_is_no_number() -> None:
+    """Python refuses to read them."""
+    assert not is_one_number("1/" + "2" * 5000)
+    assert math_accuracy_reward([f"<answer>1/{'2' * 5000}</answer>"], ["42"]) == [0.0]
+
+
 @given(st.text(alphabet="0123456789.,$%+-\\ ", max_size=120) | st.text(max_size=120))
 @example("0$.")
 def test_plain_numbers_are_numbers(text: str) -> None:
@@ -300,5 +306,6 @@ def test_wrong_calls_say_what_was_expected() -> None:
         math_accuracy_reward(["72"], solution=["72", "73"])
     with pytest.raises(TypeError, match="answer column must hold str, int, float or None; got list"):
         math_accuracy_reward(["72"], [["72"]])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="seconds must be > 0; got 0"):
-        math_accuracy_reward(["72"], ["72"], seconds=0)
+    for name in ("seconds", "total_seconds"):
+        with pytest.raises(ValueError, match=f"^{name} must be > 0; got 0"):
+            math_accuracy_reward(["72"], ["72"], **{name: 0})

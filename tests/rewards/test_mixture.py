@@ -43,14 +43,14 @@ def test_a_function_gets_only_its_samples() -> None:
 
 
 def test_async_functions_and_further_arguments_of_a_trainer() -> None:
-    async def later(completions: list[str], trainer_state: object, **columns: Any) -> list[float]:
-        assert trainer_state == "state"
+    async def later(completions: list[str], trainer_state: object, loggers: object, **columns: Any) -> list[float]:
+        assert (trainer_state, loggers) == ("state", ["a logger"])
         return [1.0] * len(completions)
 
     rewards = only_for(later, "code", column="kind")(
-        completions=["a", "b"], kind=["code", "text"], trainer_state="state"
+        completions=["a", "b"], kind=["text", "code"], trainer_state="state", loggers=["a logger"]
     )
-    assert asyncio.run(rewards) == [1.0, None]  # type: ignore[arg-type]
+    assert asyncio.run(rewards) == [None, 1.0]  # type: ignore[arg-type]
 
 
 def test_no_call_without_samples_of_the_task() -> None:

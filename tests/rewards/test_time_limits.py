@@ -188,9 +188,21 @@ def test_async_functions_that_raise_are_named_and_their_error_kept() -> None:
     async def broken(**_: Any) -> list[float]:
         raise TimeoutError("the judge's server")  # its own, not our limit
 
+    ended = threading.Event()
+
+    async def waits(**_: Any) -> list[float]:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.set()
+        return [0.0, 0.0]
+
+    started = time.monotonic()
     with pytest.raises(RewardError, match="'broken' raised TimeoutError: the judge's server") as caught:
-        score(30, sleeper=sleeper, broken=broken)
+        score(30, waits=waits, broken=broken)
     assert isinstance(caught.value.__cause__, TimeoutError)
+    assert ended.wait(5)  # the other one is cancelled
+    assert time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("error", [SystemExit("no key"), asyncio.CancelledError("gone")], ids=["exit", "cancelled"])
@@ -217,7 +229,7 @@ def test_an_async_function_that_blocks_the_loop_is_abandoned() -> None:
 
     with pytest.raises(RewardError, match="'blocker' took longer than its 0.1 s and blocks the event loop"):
         score(0.1, blocker=blocker)
-    assert score(5.0, fine=fine) == [[1.0], [1.0]]
+    assert score(0.5, fine=fine) == [[1.0], [1.0]]  # it does not wait for the one that blocks
 
 
 def test_a_failure_leaves_no_coroutine_waiting() -> None:

@@ -121,7 +121,10 @@ WRONG_FIELDS: list[tuple[str, object]] = [
     *(("files", value) for value in ([], None, {}, {MODEL: 3}, {"nowhere": "0" * 64}, ...)),
     *((name, value) for name in ("model", "vocabulary") for value in ("0" * 64, 3, None, ...)),
     *(("options", value) for value in ([], None, "x", ...)),
-    *(("scaler", value) for value in ([], 3, {"scale": math.nan}, {"scale": "1"}, {"scale": -1.0})),
+    *(
+        ("scaler", value)
+        for value in ([], 3, {"scale": math.nan}, {"scale": math.inf}, {"scale": "1"}, {"scale": -1.0})
+    ),
 ]
 
 CASES: dict[str, tuple[Break, str]] = {

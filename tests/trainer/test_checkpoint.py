@@ -34,7 +34,7 @@ from grpo_fused.trainer import (
     Sampling,
     checkpointer,
 )
-from grpo_fused.trainer.checkpoint import checkpoints
+from grpo_fused.trainer.checkpoint import checkpoints, publish
 from grpo_fused.trainer.metrics import read_jsonl
 
 TIMES = {"seconds", "tokens_per_second"}
@@ -169,6 +169,14 @@ def test_they_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path)] == names
 
 
+def test_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        publish(tmp_path / "checkpoint-000001", lambda folder, text=text: (folder / text).touch(), None)  # type: ignore[misc]
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == [
+        "checkpoint-000001", "checkpoint-000001/second",
+    ]  # fmt: skip
+
+
 def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = checkpointer.save_file
 
@@ -234,6 +242,7 @@ def test_a_folder_with_a_run_is_not_overwritten_silently(tmp_path: Path) -> None
     make(tmp_path, steps=2, overwrite=True).train()
     assert not list(tmp_path.glob("failed-step-*"))
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000002"]
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
     (tmp_path / "early").mkdir()
     (tmp_path / "early" / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="must not hold a run; got .*: resume or overwrite it"):
@@ -284,6 +293,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_batch(tmp_path: Path) 
     tensors = load_file(dump)
     assert {"prompt_ids", "completion_ids", "completion_mask", "advantages"} <= set(tensors)
     assert tensors["advantages"].shape == (OPTIONS["prompts_per_step"] * OPTIONS["num_generations"],)
+
+
+def test_a_loss_that_is_not_finite_without_a_folder() -> None:
+    trainer = make(None, steps=1)
+
+    def poisons(completions: list[str]) -> list[float]:
+        with torch.no_grad():
+            trainer.model.model.norm.weight[0] = float("nan")
+        return [float(i) for i in range(len(completions))]
+
+    trainer.reward_functions["count_ones"] = poisons
+    with pytest.raises(DivergedError, match="^diverged at step 1: .*must be finite"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt], ids=lambda error: error.__name__)

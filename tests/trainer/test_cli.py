@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickle
 import re
 import signal
@@ -22,7 +23,7 @@ from grpo_fused.trainer import GRPOTrainer
 from grpo_fused.trainer.cli import read_recipe
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.dry_run import dry_run
-from grpo_fused.trainer.metrics import RunLog, format_row, format_samples, read_jsonl
+from grpo_fused.trainer.metrics import RunLog, append_jsonl, format_row, format_samples, read_jsonl
 from grpo_fused.trainer.plot import draw_panel, panels_of
 from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, load_function, load_parts
 from grpo_fused.trainer.tiny import tiny_reward_model, tiny_tokenizer
@@ -138,9 +139,12 @@ def test_rewards_from_a_file_and_a_model(recipe: Path, tmp_path: Path) -> None:
     ]
     main(["train", "--config", str(recipe), "--rewards", json.dumps(rewards), "--steps", "1"])
     (line,) = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    names = {name: value for name, value in json.loads(line).items() if name.startswith("rewards/")}
+    metrics = json.loads(line)
+    names = {name: value for name, value in metrics.items() if name.startswith("rewards/")}
     assert names.pop("rewards/half") == 0.25
-    assert len(names) == 1
+    (judged,) = names.values()
+    assert abs(judged) > 0.01
+    assert metrics["reward"] == pytest.approx(0.25 + 0.5 * judged)
 
 
 @pytest.mark.parametrize(
@@ -338,8 +342,18 @@ def test_a_recipe_may_name_a_reference_model(recipe: Path, tmp_path: Path) -> No
         load_parts(replace(read, reference_model="/nowhere"))
 
 
-def test_a_recipe_may_go_on_with_an_adapter(recipe: Path) -> None:
-    """`model: <a checkpoint with LoRA>` trains that adapter; a new one beside it is refused."""
+def test_both_models_are_loaded_as_the_recipe_says(recipe: Path) -> None:
+    read, _ = read_recipe(["--config", str(recipe)])
+    parts = load_parts(replace(read, reference_model=read.model, dtype="bfloat16", attn_implementation="eager"))
+    for model in (parts.model, parts.reference_model):
+        assert model is not None
+        assert model.dtype == torch.bfloat16
+        assert model.config._attn_implementation == "eager"
+
+
+def test_a_recipe_may_go_on_with_an_adapter(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`model: <a checkpoint with LoRA>` trains that adapter, and vLLM gets the model under it; a new one beside it is
+    refused."""
     from peft import LoraConfig, get_peft_model
 
     from grpo_fused.trainer.recipe import build_trainer
@@ -351,8 +365,10 @@ def test_a_recipe_may_go_on_with_an_adapter(recipe: Path) -> None:
             torch.nn.init.normal_(p, std=0.5)
     folder, ids = recipe.with_name("adapter"), torch.tensor([[5, 6, 7]])
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(read.model).save_pretrained(folder)
-    read = replace(read, model=str(folder))
+    tokenizer: Any = AutoTokenizer.from_pretrained(read.model)
+    tokenizer.chat_template = "{{ messages[0].content }}"  # not that of the model under it
+    tokenizer.save_pretrained(folder)
+    base, read, started = read.model, replace(read, model=str(folder)), []
     trainer = build_trainer(read)
     torch.testing.assert_close(trainer.model(ids).logits, model.eval()(ids).logits)
     assert {name for name, p in trainer.model.named_parameters() if p.requires_grad} == {
@@ -361,6 +377,13 @@ def test_a_recipe_may_go_on_with_an_adapter(recipe: Path) -> None:
     assert trainer.train()[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     with pytest.raises(ValueError, match="model must be a whole model where lora makes a new adapter; got the adapter"):
         load_parts(replace(read, lora=LoRA()))
+    monkeypatch.setattr("grpo_fused.trainer.recipe.find_spec", lambda package: package)
+    monkeypatch.setattr(
+        "grpo_fused.trainer.recipe.VLLMEngine", lambda *args, **options: started.append((args, options))
+    )
+    parts: Any = load_parts(replace(read, rollout="vllm", vllm_options={"seed": 1}))
+    assert parts.tokenizer.chat_template == tokenizer.chat_template
+    assert started == [((base,), {"seed": 1})]
 
 
 def test_an_empty_system_prompt_is_none(recipe: Path) -> None:
@@ -539,11 +562,18 @@ def test_a_function_in_a_file_is_that_of_a_module(tmp_path, monkeypatch):
     first()
     assert second() == [2, 1]
     assert pickle.loads(pickle.dumps(second)) is second
+    assert sys.path[-1] == str(tmp_path)  # it hides no other module
     file = tmp_path / "broken.py"
     file.write_text("raise OSError('no disk')")
     for _ in range(2):
         with pytest.raises(ValueError, match="broken.py:first.* which raised OSError: no disk"):
             load_function(f"{file}:first", "rewards")
+
+
+def test_metrics_that_are_not_finite_are_null(tmp_path):
+    for value in (1.5, math.nan, math.inf, -math.inf):
+        append_jsonl(tmp_path / "metrics.jsonl", {"step": 1, "x": value})
+    assert [row["x"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1.5, None, None, None]
 
 
 def test_rows_without_an_end_are_taken_up_to_the_limit(tmp_path):

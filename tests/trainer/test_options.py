@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused import GRPOLossConfig, group_advantages
 from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig
+from grpo_fused.trainer.recipe import LoRA, with_adapter
 from grpo_fused.trainer.setup import adamw
 from grpo_fused.trainer.update import learning_rate
 
@@ -97,6 +98,37 @@ def test_the_bound_of_importance_ratios(
     assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.05)
 
 
+@pytest.mark.parametrize(
+    ("loss", "trained"), [({}, 4), ({"beta": 0.1}, 8), ({"entropy_coef": 0.1}, 8), ({"top_entropy_quantile": 0.5}, 8)]
+)
+def test_sequences_without_an_advantage_are_left_out_unless_the_loss_needs_them(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows, loss: dict[str, float], trained: int
+) -> None:
+    trainer = make_trainer(model, tokenizer, rows, loss=GRPOLossConfig(**loss))  # type: ignore[arg-type]
+    own, seen = trainer.update.loss_of, []
+
+    def counting(policy: Any, reference: Any, part: Any) -> Any:
+        seen.append(len(part.advantages))
+        return own(policy, reference, part)
+
+    trainer.update.loss_of = counting
+    rollout, _ = trainer.collect()
+    trainer.update(rollout, torch.tensor([1.0, -1.0] * 2 + [0.0] * 4))
+    assert sum(seen) == trained
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.2])
+def test_sequences_far_from_their_rollout_are_masked(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows, threshold: float
+) -> None:
+    loss = GRPOLossConfig(off_policy_mask_threshold=threshold)
+    trainer = make_trainer(model, tokenizer, rows, loss=loss, importance_sampling=None)
+    rollout, _ = trainer.collect()
+    shifted = rollout._replace(sampling_logps=trainer.policy.score(rollout, torch.arange(8)) + 0.1)
+    (metrics,) = trainer.update(shifted, -torch.linspace(0.5, 1, 8))
+    assert (metrics["grad_norm"] == 0) == (threshold < 0.1)
+
+
 class Lengths:
     """An engine whose completions have 1 to 29 tokens."""
 
@@ -154,6 +186,13 @@ def test_log_probs_that_the_loss_cannot_take_are_named(
     trainer.sampler.engine = Lengths()
     with pytest.raises(ValueError, match="importance_sampling must be null with loss_type gmpo"):
         trainer.step()
+
+
+def test_an_adapter_has_its_options(model: Qwen2ForCausalLM) -> None:
+    adapted: Any = with_adapter(model, LoRA(r=4, alpha=6, target_modules=("q_proj",)))
+    layers = {name: layer for name, layer in adapted.named_modules() if hasattr(layer, "lora_A")}
+    assert {name.rpartition(".")[2] for name in layers} == {"q_proj"}
+    assert all(layer.scaling == {"default": 1.5} for layer in layers.values())
 
 
 def test_biases_and_norms_do_not_decay(model: Qwen2ForCausalLM) -> None:

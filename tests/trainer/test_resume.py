@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.arithmetic.model import build_tokenizer
 from grpo_fused import GRPOLossConfig
-from grpo_fused.trainer import CheckpointError
+from grpo_fused.trainer import CheckpointError, checkpoint
 from grpo_fused.trainer.checkpoint import changes, identity, options_of
 from grpo_fused.trainer.recipe import LoRA, Recipe, Reward
 
@@ -36,6 +36,20 @@ def test_it_says_from_which_step(tmp_path: Path, said: Said) -> None:
     assert said()[0] == f"resumed from {tmp_path / 'checkpoint-000002'}, 2 of 2 steps done: nothing is left to do"
     make(tmp_path, steps=3, save_steps=1, resume=True)
     assert said()[0] == f"resumed from {tmp_path / 'checkpoint-000002'}, 2 of 3 steps done"
+
+
+def test_a_step_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither again when the run ends, nor when it is resumed and nothing is left to do."""
+    publish, written = checkpoint.publish, []
+
+    def recording(final: Path, *arguments: Any) -> None:
+        written.append(final.name)
+        publish(final, *arguments)
+
+    monkeypatch.setattr(checkpoint, "publish", recording)
+    make(tmp_path, steps=2, save_steps=1).train()
+    make(tmp_path, steps=2, save_steps=1, resume=True).train()
+    assert written == ["checkpoint-000001", "checkpoint-000002"]
 
 
 def test_it_lists_the_options_that_changed(tmp_path: Path, said: Said) -> None:

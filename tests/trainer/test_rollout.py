@@ -20,6 +20,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from grpo_fused import CandidateSets
 from grpo_fused.rollouts.engine import first_of_prompts, length_mask, pad_prompts
 from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.rollouts.sampling import BLOCK, draw
@@ -346,8 +347,8 @@ def test_prompts_that_differ_by_padding_alone_are_two() -> None:
 class Recorded:
     """An engine that returns a given result."""
 
-    def __init__(self, ids: Tensor, mask: Tensor, logps: Tensor | None = None) -> None:
-        self.generation = Generation(ids, mask, logps)
+    def __init__(self, ids: Tensor, mask: Tensor, logps: Tensor | None = None, sets: CandidateSets | None = None):
+        self.generation = Generation(ids, mask, logps, sets)
 
     def generate(self, prompts: Any, sampling: Any) -> Generation:
         return self.generation
@@ -369,6 +370,11 @@ IDS, MASK = torch.ones(2, 3, dtype=torch.int64), torch.tensor([[True, True, Fals
             Recorded(IDS, MASK, torch.zeros(2, 1)),
             r"sampling_logps of shape \(2, T\), with the same T for all tensors; got \(2, 1\)",
             id="log-probs",
+        ),
+        pytest.param(
+            Recorded(IDS, MASK, None, CandidateSets(torch.tensor([1]), torch.tensor([0, 1]))),
+            "a candidate set for each of 6 positions; got 1",
+            id="sets",
         ),
         pytest.param(Recorded(IDS, MASK.flip(1)), "True up to each completion's end", id="holes"),
         pytest.param(Recorded(IDS, MASK & False), r"first token at least; got a mask of lengths \[0, 0\]", id="empty"),
@@ -397,6 +403,8 @@ def test_micro_batches_hold_every_row_once_and_the_budget(lengths: list[tuple[in
     assert sorted(torch.cat(batches).tolist()) == list(range(len(lengths)))
     for batch in batches:
         micro = rollout.rows(batch)
+        widths = [max(sizes) for sizes in zip(*(lengths[row] for row in batch.tolist()), strict=True)]
+        assert [micro.prompt_ids.shape[1], micro.completion_ids.shape[1]] == widths
         assert len(batch) == 1 or micro.prompt_ids.numel() + micro.completion_ids.numel() <= budget
         for row, original in enumerate(batch.tolist()):  # only padding is removed
             prompt, completion = lengths[original]
@@ -409,6 +417,8 @@ def test_micro_batches_of_similar_length_have_little_padding() -> None:
     batches = micro_batches(rollout, torch.arange(16), 420)
     padded = sum(rollout.rows(batch).completion_ids.numel() for batch in batches)
     assert padded <= 1.1 * 8 * 101
+    batches = micro_batches(rollout_of([(1, 30), (20, 1), (19, 1)]), torch.arange(3), 50)
+    assert [batch.tolist() for batch in batches] == [[0], [1, 2]]  # the first one's 30 tokens are not counted again
     assert length_mask(torch.tensor([0, 2]), 2).tolist() == [[False, False], [True, True]]
 
 

@@ -128,7 +128,16 @@ def test_a_recipe_forms_the_rows_of_its_task(monkeypatch: pytest.MonkeyPatch) ->
         "grpo_fused.trainer.recipe.load_rows", lambda source, **options: asked.append((source, options)) or [RAW_GSM8K]
     )
     rows = replace(recipe, dataset=None, limit=None, system_prompt=None, chat=True).train_rows()
-    assert asked == [("openai/gsm8k", {"subset": "main", "split": "train", "limit": None})]
+    other = replace(recipe, dataset=None, subset="socratic", eval_split="test", eval_limit=1)
+    other.train_rows()
+    other.eval_rows()
+    replace(recipe, split="dev", eval_dataset="someone/others").eval_rows()
+    assert asked == [
+        ("openai/gsm8k", {"subset": "main", "split": "train", "limit": None}),
+        ("openai/gsm8k", {"subset": "socratic", "split": "train", "limit": 2}),
+        ("openai/gsm8k", {"subset": "socratic", "split": "test", "limit": 1}),
+        ("someone/others", {"subset": None, "split": "dev", "limit": None}),
+    ]
     assert rows == format_rows(TASKS["gsm8k"], [RAW_GSM8K])
 
 
