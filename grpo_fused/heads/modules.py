@@ -82,7 +82,7 @@ def head_parts(head: Any) -> HeadParts:
     if hasattr(head, "original_module"):  # peft's other training wrapper: single rows of the weight are trained
         raise ValueError(
             f"an lm head under {type(head).__name__} computes with replaced rows, which lm_head_inputs does not "
-            "express; merge them first (peft: merge_and_unload)"
+            "express; leave the head out of what peft changes (untie a tied one), or merge (peft: merge_and_unload)"
         )
     if (found := quantized_weight(head)) is not None:
         return HeadParts(found, getattr(head, "bias", None))

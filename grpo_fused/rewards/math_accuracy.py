@@ -32,9 +32,10 @@ def math_accuracy_reward(
     signs and the commas of thousands. Equal texts are equal. All other answers go to math-verify in a subprocess with
     limits on its time and memory; without math-verify they are wrong.
 
-    If the right answer is a number, the answer must be one too, perhaps with a unit: `12*3+6`, `84/2` and `\sqrt{1764}`
-    are not 42. Otherwise a copy of the question would be a right answer. If the right answer is a formula, equal
-    formulas are right in any form: a data set whose questions are to expand or to simplify needs another reward.
+    If the right answer is a number, the answer must be one too, perhaps with a unit that math-verify knows: `12*3+6`,
+    `84/2` and `\sqrt{1764}` are not 42. Otherwise a copy of the question would be a right answer. If the right answer
+    is a formula, equal formulas are right in any form: a data set whose questions are to expand or to simplify needs
+    another reward.
 
     Args:
         completions: N completions.

@@ -142,7 +142,7 @@ def parsed(node: yaml.Node, hint: Any) -> yaml.Node:
     """The node; for a word of the command line, if its option is a list or a mapping, that of its YAML."""
     kinds = kinds_of(hint)
     may_be_yaml = group_of(hint) is not None or kinds.keys() & {tuple, dict}
-    if node.start_mark is None and may_be_yaml and (str not in kinds or node.value.startswith("[")):
+    if node.start_mark is None and may_be_yaml and (str not in kinds or node.value[:1] + node.value[-1:] == "[]"):
         return compose(node.value, COMMAND_LINE) or yaml.ScalarNode("tag:yaml.org,2002:null", "")
     return node
 

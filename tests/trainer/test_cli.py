@@ -95,6 +95,8 @@ def test_null_lists_of_words_and_merged_mappings(recipe: Path, tmp_path: Path) -
     assert read.eval_dataset is None
     assert (read.loss.beta, read.loss.epsilon) == (0.1, 0.25)
     assert read.lora == LoRA(target_modules=("q_proj", "v_proj"))
+    read, _ = read_recipe(["--config", str(recipe), "--lora.target-modules", "[qv]_proj"])
+    assert read.lora == LoRA(target_modules="[qv]_proj")
 
 
 def test_a_run_from_the_command_line(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
