@@ -300,6 +300,8 @@ class TestTopK:
         pair = Pair(13)
         best = self.teacher(pair, 4)
         ids, log_q = best.indices, best.values
+        with pytest.raises(ValueError, match=r"other_ids must be in \[0, 29\).* got ids from .* to 5"):
+            pair.run(kind="forward_kl", other_ids=ids + 29, other_logprobs=log_q, impl="reference")
         for options, message in (
             ({}, "are for kind='forward_kl'; got 'reverse_kl'"),
             ({"kind": "forward_kl", "other_ids": ids.double()}, "other_ids must have an integer dtype"),

@@ -417,6 +417,8 @@ def check_call_values(call: LinearCall, vocab_size: int) -> None:
         logps = {name: x for name, x in named(call.inputs) if name.endswith("_logps") and x is not None}
     elif isinstance(call, DivergenceCall) and values_are_checked(ids.device):
         _refuse("weights", "be finite", ~call.weights.isfinite(), active_tokens(mask, ids).reshape(-1))
+        if call.other_ids is not None and call.other_logprobs is not None:
+            _check_likeliest_values(call.other_ids, call.other_logprobs, active_tokens(mask, ids), vocab_size)
     elif isinstance(call, CustomCall) and values_are_checked(ids.device):
         check_offsets(layout)
         logps = {name: x for name, x in call.inputs.items() if name in OF_POLICIES}
@@ -425,6 +427,19 @@ def check_call_values(call: LinearCall, vocab_size: int) -> None:
         check_values(sets, ids, mask, vocab_size, logps)
     if isinstance(call, (CustomCall, LogprobsCall)) and (alternatives := call.alternatives.sets) is not None:
         check_alternative_values(alternatives, ids, mask, vocab_size, sets)
+
+
+def _check_likeliest_values(ids: Tensor, logprobs: Tensor, active: Tensor, vocab_size: int) -> None:
+    """Ids [..., K] of the vocabulary where their probability is not 0, and probabilities that sum to 1 at most."""
+    q = logprobs[active].to(torch.promote_types(logprobs.dtype, torch.float32)).exp()
+    ids, total = torch.where(q > 0, ids[active].to(torch.int64), 0), q.sum(-1)
+    # rounding of log q changes the sum by at most eps / 2 times the entropy
+    most = 1.001 + 0.5 * torch.finfo(logprobs.dtype).eps * math.log(max(ids.shape[-1], 2))
+    if not ((ids >= 0) & (ids < vocab_size)).all() or not (total <= most).all():
+        raise ValueError(
+            f"other_ids must be in [0, {vocab_size}), and exponentials of other_logprobs must sum to 1 at most; got "
+            f"ids from {int(ids.min())} to {int(ids.max())}, sums up to {float(total.max())}"
+        )
 
 
 def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | None = None) -> None:
