@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -292,16 +292,17 @@ def check_same_rows(batches: Batches | Stream, eval_rows: Sequence[Row] | None) 
     """Raises unless all processes have the same prompts: each takes its part of every batch, by position."""
     train, held_out = batches.rows if isinstance(batches, Batches) else [], eval_rows or []
     counts = gather_object([(len(train), len(held_out))])
+    prompts = gather_object([(batches.state_dict(), hash_of_prompts(held_out))])
     if len(set(counts)) > 1:
         each = ", ".join(f"process {i}: {n} and {m}" for i, (n, m) in enumerate(counts))
-    elif len(set(gather_object([hash_of_prompts(chain(train, held_out))]))) > 1:
-        each = f"{len(train)} and {len(held_out)} on each, with other prompts"
+    elif any(there != prompts[0] for there in prompts):
+        each = f"{len(train)} and {len(held_out)} on each, with other prompts or another seed"
     else:
         return
     raise ValueError(f"all processes must have the same rows for training and evaluation; got {each}")
 
 
-def hash_of_prompts(rows: Iterable[Row]) -> str:
+def hash_of_prompts(rows: Sequence[Row]) -> str:
     """SHA-256 of the texts of all prompts in their order, with the roles of chat messages."""
     texts = hashlib.sha256()
     for row in rows:

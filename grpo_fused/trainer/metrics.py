@@ -96,9 +96,8 @@ def format_row(metrics: Mapping[str, float], *, titles: bool = False) -> str:
     if "reward" in metrics:
         lines += ["  ".join(f"{_cell(value, width, form):>{width}}" for _, width, form, value in columns)]
     own = {name for name in metrics if name.startswith("rewards/")}
-    if {_cell(metrics[name], 9, ".3f") for name in own} != {_cell(metrics.get("reward", math.nan), 9, ".3f")}:
-        own = set()
-    hidden = NOT_SHOWN | set(COLUMNS) | (own if len(own) == 1 else set())  # a single reward, which is the sum
+    is_sum = [_cell(metrics[name], 9, ".3f") for name in own] == [_cell(metrics.get("reward", math.nan), 9, ".3f")]
+    hidden = NOT_SHOWN | set(COLUMNS) | (own if is_sum else set())
     rest = (f"{_short_name(name)} {_cell(value, 9, '.3f')}" for name, value in metrics.items() if name not in hidden)
     text = ", ".join(item.replace(" ", "\0") for item in rest)  # no line break there
     first = " " * 9 if lines else f"{metrics['step']:5d}    "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -222,6 +223,17 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(runs, "build_small_model", lambda size, **options: build_small_model(size + 8, **options))
     with pytest.raises(CheckpointError, match="expected the weights of this model; got others .*embed_tokens.*29, 32"):
         make(tmp_path, resume=True)
+
+
+def test_the_batch_of_a_loss_that_is_not_finite_is_kept_where_there_is_no_folder_yet(tmp_path: Path) -> None:
+    """As on a second machine: the main process makes the folder on its own disk."""
+    trainer = make(tmp_path / "run")
+    rollout, rewards = trainer.collect()
+    shutil.rmtree(tmp_path / "run")
+    said = "in step 3; its batch is in .*failed-step-3-process-0.safetensors"
+    with pytest.raises(NonFiniteError, match=said), trainer.checkpointer.keeping_batch(3, rollout, rewards):
+        raise NonFiniteError("the loss is NaN")
+    assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "failed-step-3-process-0.safetensors"]
 
 
 def test_other_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
