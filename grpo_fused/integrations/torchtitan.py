@@ -98,6 +98,7 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
             )
         super().set_lm_head(lm_head)
 
+    @spmd.no_typecheck()  # type: ignore[untyped-decorator]  # `debug.spmd_typechecking` does not know our operators
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | float | None = None, **loss_inputs: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -229,8 +230,7 @@ class FusedLossWrapper(ChunkedLossWrapper):  # type: ignore[misc]
         if sharded:
             # If the head's hooks gather it, FSDP keeps the result for a module after it, and there is none: that is a
             # second copy of the weight, and an event for which the capture of a CUDA graph cannot wait.
-            with spmd.no_typecheck():
-                head.unshard()
+            head.unshard()
         with Patches((head, "forward", forward)):
             out: ObjectiveOutput = head(hidden)
         if sharded and not out.loss.requires_grad:  # no backward does it: later steps would have these weights

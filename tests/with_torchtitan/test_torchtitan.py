@@ -21,6 +21,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 titan = pytest.importorskip("torchtitan.components.loss")
 
+import spmd_types as spmd
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.utils import get_spmd_context, init_fake_mode
 from torchtitan.models.common.linear import Linear
 
 from grpo_fused import engines
@@ -284,6 +287,26 @@ def test_compilation_is_not_ignored_silently():
     compiled = titan.CompileConfig(enable=True, components=["loss"])
     with pytest.warns(UserWarning, match="does not compile its loss"):
         ours.FusedLossWrapper(ours.FusedLossWrapper.Config(), compile_config=compiled)
+
+
+def test_types_are_checked():
+    """`debug.spmd_typechecking` follows how each tensor is spread over processes, here two, of which one runs."""
+    init_fake_mode(2)
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, world_size=2)
+    dims.build_mesh()
+    try:
+        for wrapper in wrappers("cross-entropy"):
+            hidden, labels, valid, _ = batched_problem("cross-entropy", torch.float32, 0)
+            head = head_of()
+            wrapper.set_lm_head(head)
+            with get_spmd_context(parallel_dims=dims, spmd_typechecking=True)():
+                for x, dp in ((hidden, spmd.S(0)), (labels, spmd.S(0)), (head.weight, spmd.R)):
+                    spmd.assert_type(x, {"dp": dp})
+                loss, _ = wrapper(hidden, labels, valid)
+            loss.backward()
+            assert hidden.grad is not None
+    finally:
+        dist.destroy_process_group()
 
 
 class Decoder(nn.Module):
