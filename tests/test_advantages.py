@@ -221,6 +221,13 @@ def test_whitened_over_tokens(name):
         assert got[0] < got[2]
 
 
+@pytest.mark.parametrize("name", ["gdpo", "reinforce_plus_plus_baseline"])
+def test_a_sample_without_tokens_has_no_advantage(name):
+    """Where the tokens of all others have one advantage, its own would be divided by a standard deviation of 0."""
+    got = getattr(estimators, name)([0.0, 1.0, 0.0, 1.0], 2, torch.tensor([5, 0, 5, 0]))
+    assert got.tolist() == [0.0] * 4
+
+
 def test_gdpo_adds_a_millionth_to_the_standard_deviation():
     """verl's number: 1e-4, that of `group_advantages`, would take a third off the first group."""
     got = estimators.gdpo([0.0, 2e-4, 0.0, 2.0], 2, torch.ones(4))

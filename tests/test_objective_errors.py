@@ -44,6 +44,8 @@ X = torch.zeros(3)
         (TypeError, "needs .*rl_weights",
          lambda: objectives.mixture(rl=objectives.gpg())(X, advantages=X)),
         (TypeError, "mixture needs at least one objective", lambda: objectives.mixture()),
+        (ValueError, "the names of mixtures in one another must differ; got ce_weights twice",
+         lambda: objectives.mixture(ce=objectives.mixture(ce=objectives.cross_entropy()))),
         (TypeError, "expected an objective with scope token, sequence, batch; got 3", lambda: objectives.mixture(rl=3)),
         (ValueError, "scope must be one of token, sequence, batch; got 'row'",
          lambda: objectives.Objective("mine", lambda tokens: tokens.logps, scope="row")),

@@ -208,7 +208,7 @@ def gdpo(rewards: Rewards, num_generations: int, lengths: Tensor, *, weights: We
         weights: `[F]`, default all 1.
 
     Returns:
-        `[N]`
+        `[N]`, 0 for a sample without tokens
 
     Raises:
         ValueError: wrong shapes or group size, infinite rewards.
@@ -265,7 +265,7 @@ def reinforce_plus_plus_baseline(
         weights: `[F]`, default all 1.
 
     Returns:
-        `[N]`
+        `[N]`, 0 for a sample without tokens
 
     Raises:
         ValueError: wrong shapes or group size, infinite rewards.
@@ -383,12 +383,12 @@ def _lengths(lengths: Tensor, like: Tensor) -> Tensor:
 
 
 def _whitened(x: Tensor, count: Tensor) -> Tensor:
-    """(x - mean) / std over elements that count `count` times each; 0 if fewer than two count."""
+    """(x - mean) / std over elements that count `count` times each, 0 at others; 0 if fewer than two count."""
     total = count.sum()
     known = torch.where(count > 0, x, 0.0)
     mean = (known * count).sum() / total.clamp(min=1)
     variance = ((known - mean).square() * count).sum() / (total - 1).clamp(min=1)
-    return torch.where(total > 1, (x - mean) * (variance + 1e-8).rsqrt(), 0.0)
+    return torch.where((total > 1) & (count > 0), (x - mean) * (variance + 1e-8).rsqrt(), 0.0)
 
 
 def _tokens(token_rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ def mixture(**parts: LossFunction) -> Objective:
 
     Raises:
         TypeError: no parts, or one that is not an objective.
+        ValueError: a part that is a mixture itself has a part of the same name.
 
     Source: prime-rl's sum of `rl`, `ce` and `ref_kl` components. Tested against the formula, compared once with
     prime-rl's code of August 2026.
@@ -34,6 +35,9 @@ def mixture(**parts: LossFunction) -> Objective:
     if not parts:
         raise TypeError("mixture needs at least one objective by name, as in mixture(rl=ipo()); got none")
     factors = {f"{name}_weights": part for name, part in parts.items()}
+    read = {name for part in parts.values() for name in getattr(part, "reads", None) or ()}
+    if twice := sorted(factors.keys() & read):
+        raise ValueError(f"the names of mixtures in one another must differ; got {', '.join(twice)} twice")
 
     def loss(tokens: Tokens) -> Tensor:
         total = torch.zeros_like(tokens.logps)
