@@ -398,7 +398,7 @@ def test_engine_and_scratch_can_be_chosen(folder, tmp_path):
     with pytest.raises(ValueError, match="impl must be one of"):
         train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, impl="fast", **options)
 
-    with pytest.raises(ValueError, match="impl must be an engine or auto; got 'reference'"):
+    with pytest.raises(ValueError, match="impl must be one of auto, chunked, cuda, triton, native; got 'reference'"):
         train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, impl="reference", **options)
 
 

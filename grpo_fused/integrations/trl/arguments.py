@@ -7,14 +7,14 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from grpo_fused.engines import Impl
+from grpo_fused.integrations.trl.head import HeadImpl
 
 
 @dataclass
 class FusedGRPOConfig(GRPOConfig):  # type: ignore[misc]
     """`trl.GRPOConfig`, and the arguments that `FusedGRPOTrainer` has beside TRL's trainer."""
 
-    impl: Impl = field(default="auto", metadata={"help": "Engine of the lm-head and the loss."})
+    impl: HeadImpl = field(default="auto", metadata={"help": "Engine of the lm-head and the loss."})
     max_scratch_bytes: int | None = field(default=None, metadata={"help": "Temporary memory of the lm-head, in bytes."})
     exact_truncation: bool = field(
         default=False,

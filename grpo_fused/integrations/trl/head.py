@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,13 +40,15 @@ from grpo_fused.integrations.trl.statistics import extra_statistics
 from grpo_fused.integrations.trl.truncation import announced_candidates
 from grpo_fused.integrations.trl.zero import gathered, logprobs_of
 
+HeadImpl = Literal["auto", "chunked", "cuda", "triton", "native"]
+"""The engines that do not hold all logits."""
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class FusedLogProbFunction:
     """Stands for `trl.kernels.ChunkedLogProbFunction`: arguments, results and differentiability are its."""
 
-    impl: engines.Impl = "auto"
+    impl: HeadImpl = "auto"
     max_scratch_bytes: int | None = None
 
     @classmethod
@@ -171,9 +173,7 @@ def patch_trl(head: type[FusedLogProbFunction] = FusedLogProbFunction) -> None:
 def _check_class(head: object) -> None:
     if not (isinstance(head, type) and issubclass(head, FusedLogProbFunction)):
         raise TypeError(f"head must be FusedLogProbFunction or a subclass of it; got {head!r}")
-    check_choice(head.impl, "impl", engines.Impl)
-    if head.impl == "reference":
-        raise ValueError("impl must be an engine or auto; got 'reference', which holds all logits")
+    check_choice(head.impl, "impl", HeadImpl)
 
 
 def unpatch_trl() -> None:

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_fused import engines
 from grpo_fused.call.calls import LossInputs
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.loss_types import LOSS_TYPES
 from grpo_fused.call.options import check_flag, check_integer
 from grpo_fused.integrations.context import holding
-from grpo_fused.integrations.trl.head import FusedLogProbFunction, trains_here, use_fused_head
+from grpo_fused.integrations.trl.head import FusedLogProbFunction, HeadImpl, trains_here, use_fused_head
 from grpo_fused.integrations.trl.prediction import Counts, Prediction, announced
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE, WINDOWS
 from grpo_fused.integrations.trl.truncation import ExactTruncation
@@ -46,7 +45,7 @@ class FusedLoss(ExactTruncation):
     def __init__(
         self,
         *args: Any,
-        impl: engines.Impl = "auto",
+        impl: HeadImpl = "auto",
         max_scratch_bytes: int | None = None,
         exact_truncation: bool = False,
         **kwargs: Any,
