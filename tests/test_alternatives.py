@@ -438,6 +438,11 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
                      r"alternative ids must lie in \[0, 9\); got 1 to 9"),
     "offsets": ({"alternatives": CandidateSets(torch.tensor([1, 2]), torch.tensor([0, 1, 1, 1, 1]))},
                 "offsets of alternatives must rise from 0 to 2"),
+    "outside of a set of one": (
+        {"alternatives": CandidateSets(torch.tensor([3]), torch.tensor([0, 1, 1, 1, 1])),
+         "candidates": CandidateSets(torch.tensor([0]), torch.tensor([0, 1, 1, 1, 1]))},
+        "an alternative must be in the candidate set of its token; got 1 that are not",
+    ),
     "outside of the set": (
         {"alternatives": CandidateSets(torch.tensor([1, 2]), torch.tensor([0, 2, 2, 2, 2])),
          "candidates": CandidateSets(torch.tensor([0, 1]), torch.tensor([0, 2, 2, 2, 2]))},

@@ -329,7 +329,7 @@ def test_torch_compile_of_a_caller(name):
     results = []
     for compiled in (False, True):
         torch._dynamo.reset()
-        weight = case.lm_head_weight.detach().requires_grad_()
+        weight = torch.nn.Parameter(case.lm_head_weight.detach().clone())
         hidden = case.hidden_states.detach().requires_grad_()
         program = _programs(case, weight)[name]
         if compiled:

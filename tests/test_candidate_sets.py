@@ -132,3 +132,16 @@ def test_containers():
     assert CandidateSets.from_padded(padded).ids.tolist() == [3, 1, 0, 2]
     assert CandidateSets.from_padded(padded).offsets.tolist() == [0, 2, 2, 4]
     assert CandidateSets.from_padded(padded.view(3, 1, 3)).sizes.tolist() == [2, 0, 2]
+
+
+def test_tokens_that_sum_to_top_p_exactly_are_enough():
+    assert CandidateSets.from_logits(torch.zeros(1, 4), top_p=0.5).sizes.tolist() == [2]
+
+
+def test_a_token_alone_in_its_set_may_have_an_old_logp_of_a_thousandth_only():
+    sets, old = CandidateSets(torch.tensor([0, 1]), torch.tensor([0, 1, 2])), torch.tensor([[0.0, -2e-3]])
+    with pytest.raises(ValueError, match="further away than 1e-3"):
+        fused_linear_grpo_loss(
+            torch.randn(1, 2, 4), torch.randn(9, 4), torch.tensor([[0, 1]]), torch.ones(1), candidates=sets,
+            old_per_token_logps=old,
+        )  # fmt: skip

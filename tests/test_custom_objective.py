@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -223,6 +224,13 @@ class TestMisbehaviour:
         self.call(lambda logps, _, **kw: logps * of(own), "reference", scope=scope).loss.backward()
         assert own.grad != 0
 
+    @pytest.mark.parametrize("impl", ["chunked", "native"])
+    def test_a_result_that_is_a_leaf(self, impl):
+        with pytest.raises(
+            ValueError, match=r"a tensor of shape \(\d+,\) that requires grad, and its gradient would be"
+        ):
+            self.call(lambda logps, _: torch.ones_like(logps, requires_grad=True), impl)
+
     def test_a_tensor_that_requires_grad_beside_frozen_heads(self):
         own, ids = torch.ones((), requires_grad=True), torch.zeros(1, 3, dtype=torch.int64)
         head = torch.randn(1, 3, 4), torch.randn(9, 4), ids
@@ -244,6 +252,43 @@ class TestMisbehaviour:
     def test_arguments(self, options, error, match):
         with pytest.raises(error, match=match):
             self.call(lambda logps, entropies, x=None: logps, **options)
+
+
+@pytest.mark.parametrize("what", ["loss", *(f"gradient by {x}" for x in ("logps", "entropies", "alternative_logps"))])
+def test_check_objective_finds_what_alone_depends_on_the_part(what):
+    def moved(x, weights):
+        """Its value is that of each entry, its gradient is not."""
+        return weights * (x - x.mean() + x.mean().detach())
+
+    def objective(logps, entropies, *, weights, alternative_logps, alternative_offsets, q):
+        owner = torch.repeat_interleave(alternative_offsets.diff())
+        values = {
+            "loss": logps + logps.detach().max(),
+            "gradient by logps": moved(logps, weights),
+            "gradient by entropies": logps + moved(entropies, weights),
+            "gradient by alternative_logps": logps + torch.zeros_like(logps).index_add(0, owner, moved(alternative_logps, q)),
+        }  # fmt: skip
+        return values[what]
+
+    given = {"weights": torch.linspace(1, 2, 12, dtype=torch.float64)}
+    others = {"q": torch.linspace(1, 2, 24, dtype=torch.float64)}
+    with pytest.raises(ValueError, match=f"the {what} of all and of parts differ by"):
+        check_objective(objective, given, with_entropy=True, alternative_inputs=others)
+
+
+@pytest.mark.parametrize(("coupling", "differs"), [(1e-7, True), (0.0, False)])
+def test_check_objective_finds_a_weak_dependence(coupling, differs):
+    def objective(logps, entropies):
+        return logps + coupling * logps.detach().max()
+
+    with pytest.raises(ValueError, match="of all and of parts differ") if differs else nullcontext():
+        check_objective(objective)
+
+
+def test_a_weight_that_is_nan_is_not_the_objectives_mistake():
+    weight = torch.randn(9, 4).index_fill(0, torch.tensor([2]), torch.nan)
+    head = torch.randn(1, 3, 4, requires_grad=True), weight, torch.zeros(1, 3, dtype=torch.int64)
+    assert fused_linear_objective(*head, lambda logps, _: -logps, impl="chunked").loss.isnan()
 
 
 def test_no_gradient_and_no_token():
@@ -363,6 +408,37 @@ def test_under_autocast_checkpointing_and_compile():
     with torch.autocast("cpu", torch.bfloat16):
         (rounded,) = torch.autograd.grad(loss(hidden), hidden)
     assert 1e-4 < frobenius_error(rounded, want) < 2e-2
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"])
+def test_an_objective_is_called_without_autocast(impl):
+    case = make_case(8, H=16, V=40, dtype=torch.float32, extras=False)
+
+    def summed(logps, entropies, **offsets):
+        return logps @ torch.eye(len(logps))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        tensors = case.hidden_states, case.lm_head_weight, case.completion_ids, summed
+        out = fused_linear_objective(*tensors, case.completion_mask, scope="batch", impl=impl)
+    want = out.per_token_logps.double().sum()
+    torch.testing.assert_close(out.loss.double(), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scope", ["token", "sequence", "batch"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"])
+def test_no_token_needs_no_gradient(impl, scope):
+    case = make_case(8, H=16, V=40, dtype=torch.float32, extras=False)
+
+    def objective(logps, entropies, **offsets):
+        return -logps if len(logps) else logps.new_zeros(0)
+
+    hidden, mask = case.hidden_states.requires_grad_(), torch.zeros_like(case.completion_mask)
+    out = fused_linear_objective(
+        hidden, case.lm_head_weight, case.completion_ids, objective, mask, scope=scope, impl=impl
+    )
+    (gradient,) = torch.autograd.grad(out.loss, hidden)
+    assert out.loss == 0
+    assert not gradient.any()
 
 
 def test_check_objective():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import make_config
+from torch.distributed.tensor import DTensor
 
 from grpo_fused import (
     GRPOLossConfig,
@@ -119,8 +121,8 @@ VALUE_ERRORS = {
     "temperature-nan": ("temperature must be finite; got nan", lambda: loss(temperature=float("nan"))),
     "temperature-shape": (r"temperature must have shape \(2,\) or \(2, 1\) or \(2, 3\); got \(5,\)",
                           lambda: loss(temperature=torch.ones(5))),
-    "softcap": (r"softcap must be in \(0, 1000\]; got -1.0", lambda: loss(softcap=-1.0)),
-    "softcap-large": (r"softcap must be in \(0, 1000\]; got 1001", lambda: loss(softcap=1001)),
+    "softcap": (r"softcap must be in \(0, 400\]; got -1.0", lambda: loss(softcap=-1.0)),
+    "softcap-large": (r"softcap must be in \(0, 400\]; got 401", lambda: loss(softcap=401)),
     "scale": ("logit_scale must be finite; got inf", lambda: loss(logit_scale=float("inf"))),
     "impl": ("impl must be one of auto, reference, .*; got 'metal'", lambda: loss(impl="metal")),
     "scratch": ("max_scratch_bytes=1 is too small: one token of a vocabulary of 5", lambda: loss(max_scratch_bytes=1, impl="chunked")),
@@ -129,6 +131,9 @@ VALUE_ERRORS = {
     "scratch-zero": ("max_scratch_bytes must be at least 1; got 0", lambda: loss(max_scratch_bytes=0)),
     "offsets-end": (r"cu_seqlens must rise from 0 to the number of tokens, 5; got \[0, 2, 4\]",
                     lambda: packed(cu_seqlens=torch.tensor([0, 2, 4]))),
+    "offsets-start": (r"cu_seqlens must rise from 0 .*got \[1, 2, 5\]", lambda: packed(cu_seqlens=torch.tensor([1, 2, 5]))),
+    "entropies-nan-reference": ("entropies must be finite", lambda: grpo_loss(
+        torch.zeros(B, T), torch.ones(B), entropies=nan_at(B, T), impl="reference")),
     "offsets-order": (r"cu_seqlens must rise .*got \[0, 4, 2, 5\]",
                       lambda: packed(cu_seqlens=torch.tensor([0, 4, 2, 5]), advantages=torch.ones(3))),
     "offsets-padded": (r"completion_ids must be \[B, T\], or packed \[N\] .*got \(2, 3\) with cu_seqlens", lambda: loss(cu_seqlens=torch.tensor([0, 3, 6]))),
@@ -261,3 +266,21 @@ def test_wrong_values_raise_before_any_gradient():
     with pytest.raises(ValueError, match="advantages must be finite"):
         loss(lm_head_weight=weight, advantages=nan_at(B))
     assert weight.grad is None
+
+
+def test_sharded_inputs_are_refused():
+    dist.init_process_group("fake", rank=0, world_size=1)
+    try:
+        states = DTensor.from_local(torch.randn(B, T, H), dist.init_device_mesh("cpu", (1,)))
+        with pytest.raises(TypeError, match="hidden_states must be a plain tensor, as full_tensor"):
+            loss(hidden_states=states)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_value_a_sequence_is_never_ambiguous():
+    out = loss(
+        hidden_states=torch.randn(3, H), completion_ids=torch.zeros(3, dtype=torch.int64), completion_mask=None,
+        cu_seqlens=torch.tensor([0, 2, 2, 3]), advantages=torch.ones(3, 1),
+    )  # fmt: skip
+    assert out.loss.isfinite()

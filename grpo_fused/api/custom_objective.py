@@ -137,13 +137,15 @@ def fused_linear_objective(
         entropies, of_alternatives = scores.entropies if with_entropy else None, scores.alternative_logps
         if alternatives is not None and of_alternatives is not None:
             of_alternatives = of_alternatives[alternatives.places(rows)].clamp(min=LOWEST_LOGP)
-        shares = evaluation_of(call, rows).value(
-            slice(0, len(rows)),
-            scores.logps.reshape(-1)[rows].clamp(min=LOWEST_LOGP),
-            None if entropies is None else entropies.reshape(-1)[rows],
-            of_alternatives,
-        )
-        loss = shares.sum().to(scores.logps.dtype)
+        with torch.autocast(hidden_states.device.type, enabled=False):  # as the engines call it
+            shares = evaluation_of(call, rows).value(
+                slice(0, len(rows)),
+                scores.logps.reshape(-1)[rows].clamp(min=LOWEST_LOGP),
+                None if entropies is None else entropies.reshape(-1)[rows],
+                of_alternatives,
+            )
+        nothing = scores.logps.reshape(-1)[:0].sum()  # has a gradient, also if no token is active
+        loss = shares.sum().to(scores.logps.dtype) + nothing
         return ObjectiveOutput(loss, scores.logps.detach(), None if entropies is None else entropies.detach())
     loss, logps, entropies, _, _ = LinearLoss.apply(*tensors_of(call), call)
     return ObjectiveOutput(loss, logps, entropies if with_entropy else None)

@@ -173,9 +173,9 @@ def check_adapters(
 ) -> None:
     """A [r, H] and B [V, r] of each, beside a checked frozen weight [V, H]; dropout in [0, 1), none for slices of V."""
     scale = weight.scale if adapters and isinstance(weight, QuantizedWeight) and weight.scales_rows else None
-    if scale is not None and values_are_checked(scale.device) and float(least := scale.abs().min()) < 1e-30:
+    if scale is not None and values_are_checked(scale.device) and float(least := scale.abs().min()) < 1e-20:
         raise ValueError(
-            f"beside an adapter, which is divided by them, scales of lm_head_weight must be at least 1e-30; got "
+            f"beside an adapter, which is divided by them, scales of lm_head_weight must be at least 1e-20; got "
             f"{float(least):.3g}: take 1 for a row of zeros"
         )
     for adapter in adapters:
@@ -215,7 +215,7 @@ def _check_head_weight(weight: Any) -> None:
         or hasattr(weight, "quant_state")
         or not weight.is_floating_point()
         or weight.layout != torch.strided
-        or type(weight).__module__.startswith("torchao.")
+        or (type(weight) not in (Tensor, torch.nn.Parameter) and type(weight).__module__.startswith("torchao."))
     ):
         raise TypeError(
             "lm_head_weight must be a plain floating-point tensor [V, H]; got a quantised, packed or sparse one "
@@ -237,10 +237,10 @@ def check_mask(mask: Tensor | None, token_ids: Tensor, name: str = "completion_m
 
 
 def check_head_numbers(temperature: Tensor | float, logit_scale: float, softcap: float | None, layout: Layout) -> None:
-    """Temperature > 0 (a number, or a tensor for sequences or tokens), finite scale, softcap in (0, 1000]."""
+    """Temperature > 0 (a number, or a tensor for sequences or tokens), finite scale, softcap in (0, 400]."""
     check_number(logit_scale, "logit_scale")
     if softcap is not None:
-        check_number(softcap, "softcap", above=0.0, most=1000.0)  # tanh is exact to 1e-7 of the cap
+        check_number(softcap, "softcap", above=0.0, most=400.0)  # tanh is exact to 2.5e-7 of the cap
     if isinstance(temperature, Tensor):
         check_tensor(temperature, "temperature", FLOAT, *([()] if temperature.dim() == 0 else _spreadable(layout)))
     else:
@@ -369,7 +369,14 @@ def check_devices(call: Any) -> None:
 
 
 def check_one_device(**values: object) -> None:
-    """Those that are tensors are on one device."""
+    """Those that are tensors are no `DTensor`, and on one device."""
+    from torch.distributed.tensor import DTensor
+
+    for name, x in values.items():
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{name} must be a plain tensor, as full_tensor() and to_local() give; got {type(x).__name__}"
+            )
     devices = {name: x.device for name, x in values.items() if isinstance(x, Tensor)}
     if len(set(devices.values())) > 1:
         listed = ", ".join(f"{name} on {device}" for name, device in devices.items())

@@ -26,7 +26,7 @@ from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, ieee_products
 from grpo_fused.heads.form import HeadForm, candidate_forms, configs
 from grpo_fused.heads.hidden import accepts, only_one
 from grpo_fused.heads.modules import HeadParts, adapter_state, head_parts, output_head, unwrap
-from grpo_fused.heads.patches import Patches
+from grpo_fused.heads.patches import Patches, turn
 from grpo_fused.heads.quantized import computes_in
 
 NUM_TOKENS = 8
@@ -122,7 +122,8 @@ def _confirmed(
     parts = parts._replace(adapters=tuple(replace(adapter, dropout=0.0) for adapter in parts.adapters))
     forms = candidate_forms(inner, weight.shape[0])
     has_bias = None if parts.bias is None else parts.bias.dtype
-    key = (tuple(forms), weight.shape, weight.dtype, weight.device, has_bias, adapter_state(head))
+    hooks = tuple(head._forward_hooks), tuple(head._forward_pre_hooks), tuple(inner._forward_hooks)
+    key = (tuple(forms), weight.shape, weight.dtype, weight.device, has_bias, adapter_state(head), hooks)
     known = _verified.setdefault(inner, {})
     if cached and key in known:
         return known[key]
@@ -192,7 +193,7 @@ def _run_own_head(
             output: Tensor = own_forward(rows[-1].view(args[0].shape))
         return output
 
-    with Patches((head, "forward", forward), *computes_in(head, wide)):
+    with turn(head), Patches((head, "forward", forward), *computes_in(head, wide)):
         # Only the head's parameters are replaced: tied embeddings must stay in the dtype that the backbone expects.
         try:
             output = torch.func.functional_call(model, widened, (), dict(inputs), tie_weights=False)

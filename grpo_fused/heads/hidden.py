@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from grpo_fused.api.custom_objective import eager
 from grpo_fused.heads.modules import base_model, output_head, unwrap
-from grpo_fused.heads.patches import Patches
+from grpo_fused.heads.patches import Patches, turn
 
 
 class CapturedHeadInput:
@@ -93,7 +93,7 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
         captured._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return hidden_states.new_zeros((*hidden_states.shape[:-1], 1))
 
-    with Patches((head, "forward", keep)):  # its hooks run as always
+    with turn(head), Patches((head, "forward", keep)):  # its hooks run as always
         yield captured
 
 
@@ -108,6 +108,11 @@ def _check_averaging(model: nn.Module, head: nn.Module) -> None:
                     "model, which are no part of a loss from the head's input: gradients would not be averaged. "
                     "Or wrap a module whose forward returns the loss"
                 )
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            raise ValueError(
+                "FullyShardedDataParallel (FSDP1) starts its backward at the model's outputs, which are no part of a "
+                "loss from the head's input: use fully_shard (FSDP2), or wrap a module whose forward returns the loss"
+            )
         if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
             shards.append(module)
     before = [part for part in shards if all(module is not head for module in part.modules())]

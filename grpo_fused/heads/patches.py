@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 _ABSENT = object()
 Replacement = tuple[Any, str, Any]
@@ -17,6 +21,16 @@ def everywhere(module: ModuleType, name: str, value: Any) -> list[Replacement]:
     # thousands, and FusedGRPOTrainer does it for each batch
     modules = [loaded for key, loaded in list(sys.modules.items()) if f"{key}.".startswith(package)]
     return [(loaded, name, value) for loaded in modules if vars(loaded).get(name) is original]
+
+
+_turns: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_turns_lock = threading.Lock()
+
+
+def turn(module: nn.Module) -> threading.RLock:
+    """Held while the module's `forward` is replaced: threads that share the module take turns."""
+    with _turns_lock:
+        return _turns.setdefault(module, threading.RLock())
 
 
 class Patches:

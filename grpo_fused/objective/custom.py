@@ -6,7 +6,7 @@ gradient is computed: then the function is called, and autograd gives its coeffi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -68,7 +68,9 @@ class Evaluation:
             there = [x for x in leaves if x is not None]
             value = self.value(part, there[0], *leaves[1:])
             check_no_other_gradient(value, there)
-            gradients = iter(torch.autograd.grad(value.sum(), there, allow_unused=True))
+            gradients: Iterator[Tensor | None] = iter([None] * len(there))  # of no token, if the result has none
+            if value.requires_grad:
+                gradients = iter(torch.autograd.grad(value.sum(), there, allow_unused=True))
         found: list[Tensor | None] = []
         for by, x in zip(("", " by entropies", " by alternative_logps"), scores, strict=True):
             gradient = None if x is None else next(gradients)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -180,3 +182,67 @@ def test_hidden_states_of_some_positions() -> None:
 def test_transformers_is_not_imported() -> None:
     code = "import sys, grpo_fused.heads; sys.exit(bool({'transformers', 'peft'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_head_with_weight_norm() -> None:
+    model = build("qwen2", tie_word_embeddings=False)
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    assert_right(model)
+
+
+def test_a_hook_after_the_check_is_seen() -> None:
+    model = build("qwen2")
+    lm_head_inputs(model)
+    model.lm_head.register_forward_hook(lambda module, args, output: 0.5 * output)
+    with pytest.raises(ValueError, match="differ by"):
+        lm_head_inputs(model)
+
+
+def test_threads_that_share_a_model_take_turns() -> None:
+    """Each in the middle of its pass while the other begins."""
+    model, ids = build("qwen2"), token_ids()
+    with torch.no_grad():
+        want = [head_hidden_states(model, ids + k) for k in (0, 1)]
+        logits = model(input_ids=ids).logits
+    found: list[Any] = [None, None]
+    both = threading.Barrier(2, timeout=60)
+
+    def run(k: int) -> None:
+        both.wait()
+        with torch.no_grad():
+            found[k] = head_hidden_states(model, ids + k)
+
+    slow = model.get_decoder().register_forward_pre_hook(lambda module, args: time.sleep(0.1))
+    threads = [threading.Thread(target=run, args=(k,)) for k in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    slow.remove()
+    torch.testing.assert_close(found, want)
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, logits)
+
+
+def test_logits_as_the_first_of_a_tuple() -> None:
+    class Pair(LinearLM):
+        def forward(self, input_ids: Tensor) -> Any:
+            return super().forward(input_ids).logits, torch.zeros(1)
+
+    model = Pair()
+    assert lm_head_inputs(model)["lm_head_weight"] is model.lm_head.weight
+
+
+def test_a_captured_input_is_taken_once() -> None:
+    model = build("qwen2")
+    with capture_head_input(model) as captured:
+        for rows in (2, 1):
+            model(input_ids=token_ids()[:rows])
+            assert captured.take()[0].shape[0] == rows
+
+
+@pytest.mark.parametrize("field", ["logits_scaling", "final_logit_softcapping"])
+def test_a_field_that_is_0_is_none(field: str) -> None:
+    model = build("qwen2")
+    setattr(model.config, field, 0.0)
+    assert_right(model)

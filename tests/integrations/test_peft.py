@@ -327,3 +327,9 @@ def test_a_reference_without_its_new_adapter_changes_nothing_of_it() -> None:
     assert torch.equal(given["ref_lm_head_bias"], torch.zeros(len(given["ref_lm_head_weight"])))
     reference.score(rollout, torch.arange(4))
     assert {name: p.requires_grad for name, p in model.named_parameters()} == trained
+
+
+def test_lora_on_a_head_with_padding_rows() -> None:
+    model = adapted("inkling_text", target_modules=["lm_head"])
+    assert lm_head_inputs(model)["lm_head_adapter"][0].b.shape[0] == 101
+    assert_right(model)
