@@ -344,7 +344,7 @@ def _read_named(name: str, subset: str | None, split: str, limit: int | None) ->
     try:
         # rows are decoded one by one, so only the requested ones
         return [dict(row) for row in islice(datasets.load_dataset(name, subset, split=split), limit)]
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+    except (datasets.exceptions.DatasetGenerationError, ValueError, IndexError) as error:
         raise ValueError(f"{name!r} cannot be read by `datasets`: {error.__cause__ or error}") from error
     finally:
         if has_bars:

@@ -131,7 +131,7 @@ class GRPOTrainer:
         models = [model] if reference_model is None else [model, reference_model]
         begins_with = of_all_processes(self.accelerator, *[identity(x, tokenizer) for x in models])
         self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))
-        self.reward_weights = torch.tensor(reward_weights_of(reward_functions, reward_weights))
+        self.reward_weights = torch.tensor(reward_weights_of(reward_functions, reward_weights), dtype=torch.float32)
         self._silent: set[str] = set()  # reward functions that were named for judging nothing
 
         sampling = sampling_of(config, model, tokenizer)

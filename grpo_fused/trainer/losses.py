@@ -76,5 +76,5 @@ def of_objective(policy: Policy, reference: Reference | None, part: Part) -> GRP
     assert out.entropies is not None
     means = {"entropy": out.entropies.sum() / mask.sum()}  # 0 where masked
     if micro.sampling_logps is not None:
-        means["sampler_kl"] = ((micro.sampling_logps - out.per_token_logps) * mask).sum() / mask.sum()
+        means["sampler_kl"] = (micro.sampling_logps - out.per_token_logps)[mask].sum() / mask.sum()
     return GRPOLossOutput(out.loss, out.per_token_logps, out.entropies, means)

@@ -218,6 +218,7 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):  # hidden_dropout, resid_pdrop, layerdrop, ...
-                setattr(module, name, 0.0)
+        for holder in (module, getattr(module, "config", None)):  # Falcon and Persimmon read their config in each pass
+            for name, value in list(getattr(holder, "__dict__", {}).items()):
+                if "drop" in name and isinstance(value, float):  # hidden_dropout, resid_pdrop, layerdrop, ...
+                    setattr(holder, name, 0.0)

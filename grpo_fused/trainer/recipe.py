@@ -171,7 +171,7 @@ class Recipe(GRPOTrainerConfig):
         for names, is_used, what in (
             (("dataset_options",), takes_options, 'task reasoning_gym or a dataset "module:function"'),
             (("subset", "split", "eval_dataset", "eval_split"), not self.is_generated, other),
-            (("subset", "split"), not is_function(self.dataset), named),
+            (("subset", "split"), not is_function(self.dataset) or self._eval_is_named, named),
             (("eval_split",), not is_function(self.eval_source), named),
             (("eval_limit", "eval_samples", "eval_steps"), self.has_eval, "held-out rows (eval_dataset, eval_split)"),
             (("vllm_options",), self.rollout == "vllm", "rollout vllm"),
@@ -198,6 +198,12 @@ class Recipe(GRPOTrainerConfig):
         """Where held-out rows are from."""
         return self.eval_dataset or self.dataset
 
+    @property
+    def _eval_is_named(self) -> bool:
+        """Whether held-out rows are loaded by `datasets`."""
+        is_local = is_function(self.eval_source) or (self.eval_dataset is not None and is_file(self.eval_dataset))
+        return self.has_eval and not is_local
+
     def train_rows(self) -> Rows:
         """The training data: rows, or a function that makes them."""
         rows = self._raw(self.dataset, self.subset, self.split, self.limit)
@@ -207,8 +213,7 @@ class Recipe(GRPOTrainerConfig):
         """The held-out data, if any."""
         if not self.has_eval:
             return None
-        is_local = is_function(self.eval_source) or (self.eval_dataset is not None and is_file(self.eval_dataset))
-        subset, split = (None, "train") if is_local else (self.subset, self.split)
+        subset, split = (self.subset, self.split) if self._eval_is_named else (None, "train")
         rows = self._raw(self.eval_source, subset, self.eval_split or split, self.eval_limit, held_out=True)
         if callable(rows):
             raise ValueError("eval_limit must be given for an eval_dataset that makes rows without end; got none")

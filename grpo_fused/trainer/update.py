@@ -143,7 +143,9 @@ class Updater:
         sums = torch.zeros(1 + len(AVERAGED), dtype=torch.float64, device=device)
         found: list[str] = []
         pieces = self.policy.micro_batches(rollout, rows)
-        self.policy.model.train(config.gradient_checkpointing)  # dropout is off; checkpointing needs training mode
+        self.optimizer.zero_grad(set_to_none=True)  # those of a pass that was interrupted
+        for module in self.policy.model.modules():  # checkpointing needs training mode; in it a router may draw noise
+            module.training = config.gradient_checkpointing and bool(getattr(module, "gradient_checkpointing", False))
         for position, (batch, micro) in enumerate(pieces):
             index, width = batch.to(device), micro.completion_ids.shape[1]
             share, loss_config = window.share_of(micro, config.loss)

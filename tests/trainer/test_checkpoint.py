@@ -179,10 +179,11 @@ def test_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = checkpointer.save_file
+    whole, tried = checkpointer.save_file, []
 
     def full(tensors: Any, path: Path) -> None:
         if "000002" in str(path):
+            tried.append(1)
             raise OSError(28, "No space left on device")
         whole(tensors, path)
 
@@ -193,6 +194,7 @@ def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, mon
     ):
         make(tmp_path, steps=3, save_steps=1).train()
     assert [path.name for path in tmp_path.iterdir() if "checkpoint" in path.name] == ["checkpoint-000001"]
+    assert tried == [1]  # and not once more after the failure
 
 
 @pytest.mark.parametrize(
@@ -264,6 +266,11 @@ def test_a_folder_with_a_run_is_not_overwritten_silently(tmp_path: Path) -> None
     assert make(tmp_path / "new", resume=True).steps_done == 0  # no run yet: a job that may be restarted
 
 
+def test_a_folder_of_a_trainer_that_took_no_step_holds_no_run(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert make(tmp_path, steps=1).steps_done == 0
+
+
 def test_a_failing_step_loses_nothing(
     tmp_path: Path, unbroken: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +292,21 @@ def test_a_failing_step_loses_nothing(
     resumed = make(tmp_path, resume=True)
     resumed.train()
     same(outcome(resumed, tmp_path), unbroken)
+
+
+def test_a_resumed_run_that_fails_in_its_first_step_names_the_reason(tmp_path: Path) -> None:
+    make(tmp_path, steps=1).train()
+    resumed = make(tmp_path, steps=2, resume=True)
+    place = resumed.batches.place
+
+    def breaks(**columns: Any) -> list[float]:
+        raise ConnectionError("the judge is offline")
+
+    resumed.reward_functions["count_ones"] = breaks
+    with pytest.raises(RuntimeError, match=r"count_ones.*the judge is offline"):
+        resumed.train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000001"]
+    assert resumed.batches.place == place
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_its_batch(tmp_path: Path) -> None:
@@ -380,6 +402,23 @@ def test_a_failing_second_iteration_loses_no_earlier_step(
     resumed.train()
 
 
+def test_a_resumed_run_says_that_the_step_that_failed_had_changed_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path, steps=1).train()
+    resumed = make(tmp_path, steps=3, resume=True)
+    step, calls = resumed.update.step_optimizer, []
+
+    def fails(loss: float) -> dict[str, float]:
+        calls.append(None)
+        return step(loss if len(calls) < 4 else float("nan"))
+
+    monkeypatch.setattr(resumed.update, "step_optimizer", fails)
+    with pytest.raises(NonFiniteError, match="^diverged at step 3: "):
+        resumed.train()
+    assert "the step that failed had changed the weights, and will be repeated from them" in capsys.readouterr().out
+
+
 def test_a_step_that_is_repeated_samples_with_the_weights_that_it_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,6 +487,10 @@ def test_the_loss_scale_of_fp16_is_restored(tmp_path: Path) -> None:
     first.train()
     scaler = with_scaler(1.0, steps=2, resume=True).accelerator.scaler
     assert scaler.get_scale() == 128.0
+    AcceleratorState._reset_state(reset_partial_state=True)
+    make(tmp_path, steps=2, overwrite=True).train()
+    scaler = with_scaler(64.0, steps=3, resume=True).accelerator.scaler  # of a run that had none
+    assert scaler.get_scale() == 64.0
 
 
 def test_options_of_the_optimizer_are_those_of_the_resumed_run(tmp_path: Path) -> None:

@@ -183,6 +183,8 @@ def test_a_folder_goes_to_datasets(in_tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="'cut' cannot be read by `datasets`: (Parquet|JSON parse)"):
             load_rows("cut")
         (in_tmp_path / "cut" / name).unlink()
+    with pytest.raises(ValueError, match="'/' cannot be read by `datasets`"):
+        load_rows("/")
 
 
 def test_a_name_that_cannot_be_loaded_is_named_by_datasets(monkeypatch: pytest.MonkeyPatch) -> None:

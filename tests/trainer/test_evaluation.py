@@ -40,6 +40,25 @@ def test_evaluation_is_greedy_and_pass_at_k(
     assert steps == [0, 1, 2]
 
 
+def test_the_first_evaluation_depends_on_the_seed_alone(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    """Whatever was drawn before the run."""
+    sampled: list[list[str]] = []
+
+    def recording(completions: list[str], **columns: object) -> list[float]:
+        sampled.append(completions)
+        return [float(position) for position in range(len(completions))]
+
+    for drawn, seed in ((1, 0), (2, 0), (2, 1)):
+        torch.manual_seed(drawn)
+        options = {"eval_dataset": rows[:2], "eval_samples": 8, "steps": 1, "seed": seed}
+        make_trainer(model, tokenizer, rows, [recording], learning_rate=1e-12, **options).train()
+    first, second, other = sampled[1::5]
+    assert len(first) == 16
+    assert first == second != other
+
+
 def test_the_heaviest_reward_decides_and_unjudged_rows_do_not_count(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
 ) -> None:
@@ -54,6 +73,16 @@ def test_the_heaviest_reward_decides_and_unjudged_rows_do_not_count(
     assert metrics == {"eval/always": 1.0, "eval/of_some": 0.25, "eval/pass@1": 0.0, "eval/pass@2": 0.0}
     given["reward_weights"] = [1.0, 0.1]
     assert make_trainer(model, tokenizer, rows, [always, of_some], **given).evaluate()["eval/pass@1"] == 1.0
+
+
+def test_rows_that_nobody_judged_are_left_out_of_pass_at_k(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    def of_some(completions: list[str], answer: list[str]) -> list[float | None]:
+        return [0.75 if right == "3" else None for right in answer]  # one row of six
+
+    metrics = make_trainer(model, tokenizer, rows, [of_some], eval_dataset=rows, eval_samples=2).evaluate()
+    assert metrics == {"eval/of_some": 0.75, "eval/pass@1": 1.0, "eval/pass@2": 1.0}
 
 
 def test_a_half_is_no_success_and_some_samples_may_be_unjudged() -> None:

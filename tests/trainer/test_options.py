@@ -11,11 +11,18 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from trainer.small_model import build_small_model
-from trainer.small_trainer import make_trainer
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from trainer.small_trainer import by_position, make_trainer
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
 
 from grpo_fused import GRPOLossConfig, group_advantages
-from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig
+from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, NonFiniteError, ObjectiveOptions
 from grpo_fused.trainer.recipe import LoRA, with_adapter
 from grpo_fused.trainer.setup import adamw
 from grpo_fused.trainer.update import learning_rate
@@ -40,11 +47,11 @@ def test_rewards_become_advantages(
     def second(completions: list[str]) -> list[float]:
         return table[:, 1].tolist()
 
-    trainer = make_trainer(model, tokenizer, rows, [first, second], reward_weights=[0.25, 2.0], **options)
+    trainer = make_trainer(model, tokenizer, rows, [first, second], reward_weights=[-0.25, 2.0], **options)
     trainer.update = lambda rollout, advantages: given.append(advantages)  # type: ignore[assignment, func-returns-value]
     trainer.step()
     more = {name.removeprefix("reward_"): value for name, value in options.items()}
-    want = group_advantages(table, 4, weights=torch.tensor([0.25, 2.0]), **more).advantages
+    want = group_advantages(table, 4, weights=torch.tensor([-0.25, 2.0]), **more).advantages
     torch.testing.assert_close(given[0], want)
     assert not torch.allclose(want, group_advantages(table, 4).advantages, atol=0.1)
 
@@ -64,6 +71,15 @@ def test_the_learning_rate(schedule: Any, factors: list[float]) -> None:
     assert rates == pytest.approx([2e-6 * factor for factor in factors])
     twice = replace(config, steps=4, num_iterations=2)
     assert learning_rate(7, twice) == learning_rate(7, replace(config, steps=8))
+
+
+def test_a_rollout_without_a_gradient_moves_the_schedule_by_all_of_its_iterations(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows
+) -> None:
+    trainer = make_trainer(model, tokenizer, rows, num_iterations=3)
+    rollout, _ = trainer.collect()
+    assert trainer.update(rollout, torch.zeros(8)) == []
+    assert (trainer.update.optimizer_steps, trainer.update.weight_changes) == (3, 0)
 
 
 def test_old_log_probs_are_those_of_the_first_iteration(
@@ -115,6 +131,110 @@ def test_sequences_without_an_advantage_are_left_out_unless_the_loss_needs_them(
     rollout, _ = trainer.collect()
     trainer.update(rollout, torch.tensor([1.0, -1.0] * 2 + [0.0] * 4))
     assert sum(seen) == trained
+
+
+def test_metrics_are_means_over_what_was_trained_on(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows
+) -> None:
+    """Of tokens and of sequences; the four that are left out do not dilute them."""
+    trainer = make_trainer(model, tokenizer, rows, loss=GRPOLossConfig(loss_type="vespo"), learning_rate=1e-12)
+    rollout, _ = trainer.collect()
+    half = torch.tensor([1.0, -1.0] * 2)
+    (metrics,) = trainer.update(rollout, torch.cat([half, torch.zeros(4)]))
+    (alone,) = trainer.update(rollout.rows(slice(0, 4)), half)
+    assert metrics["entropy"] == pytest.approx(alone["entropy"], rel=1e-4)
+    assert metrics["vespo/phi_seq_mean"] == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_nothing_is_drawn_at_random_while_gradients_are_computed(
+    tokenizer: PreTrainedTokenizerFast, rows: Rows, checkpointing: bool
+) -> None:
+    """Falcon reads the dropout of its config in each pass, a PhiMoE draws noise for its router in training mode."""
+    size = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    falcon = FalconConfig(**size, hidden_dropout=0.1, parallel_attn=False, new_decoder_architecture=False)
+    moe = PhimoeConfig(
+        **size, intermediate_size=32, num_key_value_heads=4, router_jitter_noise=0.3, num_local_experts=4
+    )
+    for model in (FalconForCausalLM(falcon), PhimoeForCausalLM(moe)):
+        options: dict[str, Any] = {"gradient_checkpointing": checkpointing, "loss": GRPOLossConfig(beta=0.05)}
+        trainer = make_trainer(model, tokenizer, rows, learning_rate=1e-12, importance_sampling=None, **options)
+        rollout, _ = trainer.collect()
+        (metrics,) = trainer.update(rollout, torch.linspace(-1, 1, 8))
+        assert abs(metrics["kl"]) < 1e-6  # of its own copy as the reference
+
+
+def test_gradients_of_an_interrupted_pass_are_not_kept(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows
+) -> None:
+    trainer = make_trainer(model, tokenizer, rows, learning_rate=1e-12)
+    rollout, _ = trainer.collect()
+    advantages = torch.linspace(-1, 1, 8)
+    (want,) = trainer.update(rollout, advantages)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    (got,) = trainer.update(rollout, advantages)
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_any_default_dtype(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows, dtype: torch.dtype
+) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        trainer = make_trainer(model, tokenizer, rows, [by_position] * 2, reward_weights=[0.3, 0.9], sample_steps=1)
+        assert trainer.step()["reward"] == pytest.approx(1.2 * 3.5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_padding_of_sampling_log_probs_is_not_read(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows
+) -> None:
+    trainer = make_trainer(model, tokenizer, rows, objective=ObjectiveOptions(name="icepop"), learning_rate=1e-12)
+    rollout, _ = trainer.collect()
+    rollout.completion_mask[::2, -1] = False
+    found = []
+    for padding in (0.0, math.nan):
+        rollout.sampling_logps.masked_fill_(~rollout.completion_mask, padding)
+        found += trainer.update(rollout, torch.linspace(-1, 1, 8))
+    assert found[0]["sampler_kl"] == pytest.approx(found[1]["sampler_kl"], abs=1e-6)
+
+
+def test_a_step_that_is_not_taken_leaves_no_gradient(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows
+) -> None:
+    trainer = make_trainer(model, tokenizer, rows)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(NonFiniteError):
+        trainer.update.step_optimizer(math.nan)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_interrupted_optimizer_step_counts_as_a_change(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    trainer = make_trainer(model, tokenizer, rows)
+    monkeypatch.setattr(trainer.update.optimizer, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.update.step_optimizer(0.0)
+    assert (trainer.update.weight_changes, trainer.update.optimizer_steps) == (1, 0)
+
+
+def test_gradients_that_overflow_in_fp16_are_left_to_the_scaler(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(model, tokenizer, rows)
+    monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", lambda *_: torch.tensor(torch.inf))
+    with pytest.raises(NonFiniteError):
+        trainer.update.step_optimizer(0.0)
+    trainer.update.config = replace(trainer.config, mixed_precision="fp16")
+    assert trainer.update.step_optimizer(0.0)["grad_norm"] == math.inf
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from transformers import (
 from grpo_fused import CandidateSets
 from grpo_fused.rollouts.engine import first_of_prompts, length_mask, pad_prompts
 from grpo_fused.rollouts.errors import DivergedError
+from grpo_fused.rollouts.huggingface import _Ends
 from grpo_fused.rollouts.sampling import BLOCK, draw
 from grpo_fused.trainer import (
     Generation,
@@ -116,6 +118,47 @@ def test_a_stop_string_ends_without_an_eos(
     assert all("77" not in text[:-1] for text in texts)  # nor does the prompt's own 77 end anything
 
 
+def test_a_stop_string_is_not_begun_by_the_prompt(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    bias_towards(model, tokenizer.convert_tokens_to_ids("7"), 50.0)
+    rollout = sampled(model, tokenizer, ["1+7", "77"], greedy=True, stop_strings=("77",))
+    assert [tokenizer.decode(ids) for ids in rollout.completions()] == ["77", "77"]
+
+
+def test_a_stop_string_may_begin_with_a_space_that_decoding_leaves_out() -> None:
+    """SentencePiece drops the space of the first token: one token more than the stop string can have is decoded."""
+    tokenizer: Any = SimpleNamespace(
+        batch_decode=lambda rows: ["".join(" 7x"[i] for i in row).lstrip() for row in rows]
+    )
+    prompt = torch.zeros(1, 2, dtype=torch.int64)
+    ends = _Ends(Sampling(num_generations=1, max_completion_length=9, stop_strings=(" 77",)), tokenizer, prompt)
+    completion = torch.tensor([[2, 2, 2, 0, 1, 1]])
+    done = [bool(ends(torch.cat([prompt, completion[:, :length]], 1), None)) for length in range(1, 7)]
+    assert done == [False] * 5 + [True]
+    assert ends.lengths.tolist() == [6]
+
+
+def test_a_model_in_training_mode_samples_without_dropout_and_stays_in_it(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    options = {"num_generations": 8, "max_completion_length": 8}
+    want = sampled(model, tokenizer, ["12+3="], **options).completions()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.9
+    model.train()
+    assert sampled(model, tokenizer, ["12+3="], **options).completions() == want
+    assert model.training
+
+
+def test_sampling_keeps_no_graph_and_no_logits_of_a_prompt(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    seen: list[tuple[bool, int]] = []
+    model.lm_head.register_forward_hook(lambda _m, args, out: seen.append((out.requires_grad, args[0].shape[1])))
+    sampled(model, tokenizer, ["12+3=", "1+2="], num_generations=2)
+    assert len(seen) > 2
+    assert set(seen) == {(False, 1)}
+
+
 def test_batches_of_generate_are_concatenated(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     bias_towards(model, EOS)
     rollout = sampled(model, tokenizer, ["1+2=", "123+34=", "7="], batch_size=4, num_generations=3, greedy=True)
@@ -207,6 +250,16 @@ def test_a_draw_is_never_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
         p = torch.full((1, 1000), 1e-3)
         p[0, 990:] = p[0, :7] = 0.0
         assert draw(p).item() == (7 if number == 0 else 989)
+
+
+def test_a_draw_at_a_rounded_end_of_a_block_is_never_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third block ends at 1 - 2^-53; the fourth, by its rounded end less its sum, would begin after it."""
+    p = torch.zeros(1, 4 * BLOCK)
+    p[0, BLOCK - 1 :: BLOCK] = torch.tensor([1 - 2.0**-24, 2.0**-24 - 2.0**-48, 31 * 2.0**-53, 4.2 * 2.0**-53])
+    for steps in range(8):
+        number = torch.full((1, 1), 1 - steps * 2.0**-53, dtype=torch.float64)
+        monkeypatch.setattr(torch, "rand", lambda *shape, number=number, **_: number)
+        assert draw(p).item() in (3 * BLOCK - 1, 4 * BLOCK - 1)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])

@@ -132,11 +132,15 @@ def test_a_recipe_forms_the_rows_of_its_task(monkeypatch: pytest.MonkeyPatch) ->
     other.train_rows()
     other.eval_rows()
     replace(recipe, split="dev", eval_dataset="someone/others").eval_rows()
+    replace(
+        recipe, task=None, system_prompt=None, chat=True, dataset="a.py:rows", subset="x", eval_dataset="someone/others"
+    ).eval_rows()
     assert asked == [
         ("openai/gsm8k", {"subset": "main", "split": "train", "limit": None}),
         ("openai/gsm8k", {"subset": "socratic", "split": "train", "limit": 2}),
         ("openai/gsm8k", {"subset": "socratic", "split": "test", "limit": 1}),
         ("someone/others", {"subset": None, "split": "dev", "limit": None}),
+        ("someone/others", {"subset": "x", "split": "train", "limit": None}),
     ]
     assert rows == format_rows(TASKS["gsm8k"], [RAW_GSM8K])
 

@@ -54,6 +54,46 @@ def test_an_unjudged_sample_is_counted_and_has_no_effect(
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_the_metrics_of_rewards_are_of_what_was_judged(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    """Nobody judges the second group; in the first the weighted sums are 1, 0, 0 and 2."""
+
+    def first(completions: list[str], **columns: object) -> list[float | None]:
+        return [1.0, 0.0, 0.0, 0.0] + [None] * 4
+
+    def second(completions: list[str], **columns: object) -> list[float | None]:
+        return [None] * 3 + [4.0] + [None] * 4
+
+    metrics = make_trainer(model, tokenizer, rows, [first, second], reward_weights=[1.0, 0.5]).step()
+    assert metrics["reward"] == pytest.approx(0.75)
+    assert metrics["reward_std"] == pytest.approx(torch.tensor([1.0, 0.0, 0.0, 2.0]).std().item())
+    assert (metrics["rewards/first"], metrics["rewards/second"], metrics["unjudged"]) == (0.25, 4.0, 4.0)
+    assert metrics["tokens_per_second"] * metrics["seconds"] == pytest.approx(8 * metrics["completion_length"])
+
+
+def test_completions_are_printed_with_the_sum_of_what_was_judged(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def silent(completions: list[str], **columns: object) -> list[None]:
+        return [None] * len(completions)
+
+    def ones(completions: list[str], **columns: object) -> list[float]:
+        return [1.0] * len(completions)
+
+    trainer = make_trainer(model, tokenizer, rows, [ones, silent], reward_weights=[0.5, 1.0], sample_steps=2, steps=3)
+    trainer.train()
+    lines = capsys.readouterr().out.splitlines()
+    assert [x.partition(",")[0] for x in lines if "completions of step" in x] == [
+        "completions of step 1", "completions of step 3",
+    ]  # fmt: skip
+    assert sum(line.startswith("reward 0.5  ") for line in lines) == 6
+    assert sum("ones 1, silent not judged" in line for line in lines) == 6
+
+
 def test_a_step_that_no_reward_judges_ends_the_run(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
@@ -201,6 +241,7 @@ def test_gradient_checkpointing_changes_no_update(
         calls.clear()
         torch.manual_seed(0)
         losses.append([row["grad_norm"] for row in trainer.update(rollout, torch.linspace(-1, 1, 8))])
+        assert not any(module.training for module in model.modules())  # rollouts and scores are of eval mode
         recomputed.append(len(calls))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert recomputed == [2, 4]  # two iterations of one micro-batch; with recomputation twice as many passes
