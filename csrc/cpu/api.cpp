@@ -50,9 +50,9 @@ WeightRows head_weight(const Tensor& x, const Tensor* group_scale, const Tensor*
   weight.codes = floats(codes, "codes", 16);
   const Scalar to{rounded};
   check(to == Scalar::fp32 || to == Scalar::bf16 || to == Scalar::fp16, "rounded must be that of a float; got ", rounded);
-  if (group_scale != nullptr || codes != nullptr) {
-    weight.rounded = to == Scalar::fp32 ? Dtype::fp32 : to == Scalar::bf16 ? Dtype::bf16 : Dtype::fp16;
-  }
+  const Dtype narrow = to == Scalar::fp32 ? Dtype::fp32 : to == Scalar::bf16 ? Dtype::bf16 : Dtype::fp16;
+  const bool exact = group_scale == nullptr && codes == nullptr && (quantized(weight.dtype) || weight.dtype == narrow);
+  if (!exact) weight.rounded = narrow;
   if (group_scale != nullptr) {
     const int64_t groups = group_scale->size(1);
     check_tensor(*group_scale, "group_scale", Scalar::fp32, {vocab, groups});

@@ -1,5 +1,6 @@
 // Tasks on threads of our own, so that the library needs nothing of PyTorch; they sleep between calls.
 #include <pthread.h>
+#include <xmmintrin.h>
 
 #include <atomic>
 #include <mutex>
@@ -15,23 +16,18 @@ namespace {
 // What a thread does before it sleeps: the next tasks of a call begin sooner. About 50 microseconds.
 constexpr int kSpins = 1000;
 
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
 struct Job {
   void (*f)(int64_t, int64_t, void*);
   void* context;
   int64_t tasks, workers;
+  unsigned arithmetic;  // how the caller rounds, and what it does with denormal numbers
 };
 
 template <class F>
 void wait_until(F&& done) {
   for (int spins = 0; !done(); spins++) {
     if (spins < kSpins) {
-      pause();
+      _mm_pause();
     } else {
       std::this_thread::yield();
     }
@@ -78,7 +74,7 @@ class Pool {
     for (uint32_t seen = 0;;) {
       uint32_t gate = gate_;
       for (int spins = 0; done_with(gate, seen) && spins < kSpins; spins++) {
-        pause();
+        _mm_pause();
         gate = gate_;
       }
       if (done_with(gate, seen)) {
@@ -87,7 +83,10 @@ class Pool {
       }
       if (!gate_.compare_exchange_weak(gate, gate + 1)) continue;
       seen = gate & ~(kInside | kOpen);
-      if (worker < job_.workers) work(job_, worker);
+      if (worker < job_.workers) {
+        _mm_setcsr(job_.arithmetic);
+        work(job_, worker);
+      }
       gate_--;
     }
   }
@@ -134,7 +133,7 @@ int64_t thread_count() { return std::max<int64_t>(threads, 1); }
 int64_t worker_count(int64_t tasks) { return std::clamp<int64_t>(thread_count(), 1, std::max<int64_t>(tasks, 1)); }
 
 void run_tasks(int64_t tasks, int64_t workers, void (*f)(int64_t, int64_t, void*), void* context) {
-  const Job job{f, context, tasks, workers};
+  const Job job{f, context, tasks, workers, _mm_getcsr()};
   if (workers > 1 && pool().run(job)) return;
   for (int64_t task = 0; task < tasks; task++) f(task, 0, context);
 }

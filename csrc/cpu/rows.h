@@ -23,8 +23,12 @@ struct WeightRows {
   const float* scale = nullptr;  // [rows, groups] of `columns / groups` neighbours each; or nullptr
   int64_t groups = 1;
   const float* codes = nullptr;  // [16]: what half a byte stands for, the upper half first
-  Dtype rounded = Dtype::fp32;   // what products of number and scale are rounded to first
+  Dtype rounded = Dtype::fp32;   // what numbers, or their products with scales, are rounded to first
 
+  // Whether the numbers are in memory as the products take them.
+  bool holds(Dtype compute) const {
+    return dtype == compute && scale == nullptr && (rounded == compute || rounded == Dtype::fp32);
+  }
   const void* row(int64_t index) const { return static_cast<const char*>(data) + index * stride * item_bytes(dtype); }
   WeightRows from(int64_t index) const {
     return {row(index), dtype, columns, stride, scale == nullptr ? nullptr : scale + index * groups, groups, codes,

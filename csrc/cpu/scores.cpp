@@ -60,7 +60,7 @@ Left weight_in_place(const Plan& plan, const HeadInputs& inputs, int64_t block) 
   const WeightRows& weight = inputs.weight;
   const int64_t item = item_bytes(weight.dtype), pairs = per_word(plan.kind), stride = weight.stride / pairs;
   const void* source = weight.row(block * plan.block_rows);
-  const bool same_words = weight.dtype == inputs.hidden.dtype && weight.scale == nullptr && item * pairs == 4 &&
+  const bool same_words = weight.holds(inputs.hidden.dtype) && item * pairs == 4 &&
                           plan.kind != Operand::pieces;
   const bool whole_lines = plan.hidden % (16 * pairs) == 0 && weight.stride % (16 * pairs) == 0 &&
                            reinterpret_cast<uintptr_t>(source) % 64 == 0;

@@ -133,7 +133,7 @@ class HeadProducts(NamedTuple):
     codes: Tensor | None = None
     """[16] fp32: what half a byte of the weight stands for"""
     rounded: int = 0
-    """`scalar` of the dtype to which products of numbers and scales are rounded"""
+    """`scalar` of the dtype to which numbers, or their products with scales, are rounded first"""
     low_hidden: Tensor | None = None
     """[N, R] fp32"""
     low_weight: Tensor | None = None

@@ -142,9 +142,11 @@ def test_mixed_dtypes(hidden, weight):
         assert frobenius_error(gradient, want.gradients()[name]) <= (2e-5 if gradient.dtype == torch.float32 else 4e-3)
 
 
+@pytest.mark.parametrize("softcap", [None, 6.0])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_autocast_rounds_the_fp32_master(dtype):
+def test_autocast_rounds_the_fp32_master(dtype, softcap):
     case = make_case(6, B=3, T=50, H=96, V=700, dtype=torch.float32)
+    case.options["softcap"] = softcap
     with torch.autocast("cpu", dtype=dtype):
         got = case.run(make_config("dapo"), impl="native")
     want = case.to(dtype).to(torch.float64).run(make_config("dapo"), impl="reference")

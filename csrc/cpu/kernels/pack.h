@@ -27,8 +27,7 @@ constexpr int64_t kAheadBytes = 4096;
 // (int8 to bf16).
 template <Dtype From, Operand Kind>
 void pack(const WeightRows& source, int64_t rows, Dtype compute, Packed out, int64_t words) {
-  // what is bf16 at the end need not be rounded to it before
-  const Dtype between = Kind == Operand::bf16 && source.rounded == compute ? Dtype::fp32 : source.rounded;
+  const Dtype between = source.rounded == compute ? Dtype::fp32 : source.rounded;  // rounded at the end
   const int64_t depth = source.columns, group = depth / source.groups, item = item_bytes(From);
   constexpr int64_t kNumbers = kWidth * (Kind == Operand::fp32 ? 1 : 2);
   for (int64_t r = 0; r < rows; r++) {
@@ -85,7 +84,7 @@ constexpr auto pack_of(Dtype from) {
 
 void pack_rows(const WeightRows& source, int64_t rows, Dtype compute, Operand kind, Packed out, int64_t words) {
   const int64_t bytes = source.columns * item_bytes(source.dtype);
-  const bool same_words = source.dtype == compute && source.scale == nullptr && kind != Operand::pieces &&
+  const bool same_words = source.holds(compute) && kind != Operand::pieces &&
                           item_bytes(compute) * per_word(kind) == 4;
   if (same_words) {
     for (int64_t r = 0; r < rows; r++) {
