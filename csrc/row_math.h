@@ -148,9 +148,9 @@ GRPO_HOST_DEVICE void to_z(float (&x)[N], float (&slope)[N], int column, int val
   } else {
     GRPO_UNROLL
     for (int i = 0; i < N; ++i) {
-      const float capped = std::tanh(x[i] * t.logit_scale * t.inv_softcap);
-      x[i] = t.softcap * t.inv_temperature * capped;
-      slope[i] = scale * (1.0f - capped * capped);
+      const float y = x[i] * t.logit_scale * t.inv_softcap, power = std::exp(-2.0f * std::fabs(y));
+      x[i] = t.softcap * t.inv_temperature * std::tanh(y);
+      slope[i] = scale * (4.0f * power / ((1.0f + power) * (1.0f + power)));  // 1 - tanh^2, without the cancellation
     }
   }
 }

@@ -13,7 +13,7 @@ BLOCK_ROWS, BLOCK_COLUMNS = 16, 128
 """Rows x columns of a tile: 2048 numbers on 4 warps are 16 a thread. Not timed on a GPU yet."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def pair_products_kernel(
     a, b, i, j, out, count, columns, a_stride, b_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip

@@ -57,7 +57,8 @@ def clipped_policy(c, advantage, epsilon, epsilon_high, delta, dual_clip):
         bounded * advantage,
         propagate_nan=tl.PropagateNan.ALL,
     )
-    loss = tl.where(advantage < 0.0, tl.minimum(loss, -dual_clip * advantage), loss)
+    capped = tl.minimum(loss, -dual_clip * advantage, propagate_nan=tl.PropagateNan.ALL)
+    loss = tl.where(advantage < 0.0, capped, loss)
     good = c <= tl.minimum(delta, high)
     bad = (c >= low) & (c <= tl.minimum(tl.maximum(delta, high), dual_clip))
     live = tl.where(advantage > 0.0, good, bad)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .objective import LOWEST_LOGP, expm1, log1p, sigmoid, token_objective
+from .objective import LOWEST_LOGP, expm1, log1p, token_objective
 
 # Slices of per-token tensors start anywhere: without this an odd start would compile another kernel.
 PER_ROW_POINTERS = [
@@ -48,8 +48,10 @@ def to_z(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS: tl.c
     if HAS_BIAS:
         u += tl.load(bias_ptr + cols, mask=valid, other=0.0).to(tl.float32)
     if HAS_SOFTCAP:
-        capped = 2.0 * sigmoid(2.0 * (u * logit_scale) / softcap) - 1.0  # tanh
-        return softcap * capped * inv_t, slope * (1.0 - capped * capped)
+        # tanh x = 2 / (1 + e^-2x) - 1; its slope 1 - tanh^2, small where it is flat, without the cancellation
+        power = tl.minimum(tl.exp(-2.0 * (u * logit_scale) / softcap), 1e15, propagate_nan=tl.PropagateNan.ALL)
+        share = 1.0 / (1.0 + power)
+        return softcap * (2.0 * share - 1.0) * inv_t, slope * (4.0 * power * share * share)
     else:
         return u * slope, slope
 

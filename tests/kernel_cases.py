@@ -15,7 +15,15 @@ import torch
 from grpo_fused.kernels import configs, head_configs, head_launch
 from grpo_fused.kernels.candidates import pair_products, segment_sums
 from grpo_fused.kernels.launch import TritonRows
-from grpo_fused.kernels.row_types import Coefficients, Extras, Rows, Statistics, Transform
+from grpo_fused.kernels.row_types import (
+    Coefficients,
+    Extras,
+    ObjectiveNumbers,
+    Rows,
+    Statistics,
+    TokenInputs,
+    Transform,
+)
 from grpo_fused.kernels.scale import scale
 from helpers import assert_same, frobenius_error, make_case, make_config, with_sets
 
@@ -269,6 +277,16 @@ def loss_in_the_row_kernel(config):
     """Statistics, objective and gradient in one launch, from products by the library."""
     case = make_case(0, dtype=FP32)
     assert_same(case.run(config, impl="chunked"), case.to(torch.float64).run(config, impl="reference"), tol=2e-5)
+
+
+def loss_of_a_token_outside_of_the_vocabulary():
+    """NaN, not a bound that a minimum takes in its place."""
+    for dual_clip in (float("inf"), 3.0):
+        objective = ObjectiveNumbers(0, "k3", True, 0.2, 0.2, float("inf"), dual_clip, 1.0, 1.0, 0.0)
+        rows = Rows(torch.zeros(2, 64), torch.tensor([1, 69]), Transform())
+        inputs = TokenInputs(-torch.ones(2), torch.ones(2), torch.full((2,), -4.0), None, None, None)
+        found = TritonRows().loss(rows, inputs, objective, torch.zeros(2, 64), with_entropy=False)
+        assert found.loss.isnan().tolist() == [False, True]
 
 
 def loss_of_a_large_vocabulary():

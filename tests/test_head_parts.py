@@ -24,6 +24,7 @@ from grpo_fused import (
 from grpo_fused.api import operators
 from grpo_fused.api.composed import composed
 from grpo_fused.call.calls import LMHead, Needs
+from grpo_fused.call.head_parts import dense_weight
 from grpo_fused.call.validation import check_adapters
 from grpo_fused.engines import candidates, cpu_library, native, products
 from grpo_fused.engines.base import Tokens
@@ -579,8 +580,8 @@ def _halves(**changes: Any) -> QuantizedWeight:
     [
         (TypeError, "HeadAdapter or a sequence of them; got str", {"lm_head_adapter": "lora"}),
         (
-            ValueError, "at least 1e-30; got 1e-3.: take 1 for a row of zeros",
-            {"lm_head_weight": _quantized(scale=torch.ones(V).index_fill(0, torch.tensor([3]), 1e-37))},
+            ValueError, "at least 1e-20; got 1e-2.: take 1 for a row of zeros",
+            {"lm_head_weight": _quantized(scale=torch.ones(V).index_fill(0, torch.tensor([3]), 1e-21))},
         ),
         (TypeError, "HeadAdapter or a sequence of them; got Tensor", {"lm_head_adapter": [torch.zeros(2)]}),
         (TypeError, "HeadAdapter or a sequence of them; got Tensor", {"lm_head_adapter": torch.zeros(2)}),
@@ -768,3 +769,18 @@ def test_triton_scores_within_scratch_that_holds_the_terms():
     assert score(terms + 2**20).logps.isfinite().all()
     with pytest.raises(ValueError, match="too small"):
         score(terms)
+
+
+def test_folding_an_adapter_in_leaves_the_weight_as_it_is():
+    weight = torch.ones(3, 2)
+    assert dense_weight(weight, [HeadAdapter(torch.ones(1, 2), torch.ones(3, 1))]).tolist() == [[2, 2]] * 3
+    assert weight.tolist() == [[1, 1]] * 3
+
+
+def test_negative_scales_beside_an_adapter():
+    weight = QuantizedWeight(torch.ones(8, 32, dtype=torch.int8), -torch.ones(8))
+    adapter = HeadAdapter(torch.randn(2, 32), torch.randn(8, 2))
+    hidden, ids = torch.randn(3, 32), torch.arange(3)
+    got = fused_linear_logprobs(hidden, weight, ids, lm_head_adapter=adapter).logps
+    want = fused_linear_logprobs(hidden.double(), dense_weight(weight, [adapter]).double(), ids).logps
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)

@@ -77,6 +77,19 @@ def test_accuracy_under_a_saturated_softcap(softcap, impl):
         assert frobenius_error(gradient, want.gradients()[name]) <= bound, name
 
 
+@pytest.mark.parametrize(("impl", "bound"), [("chunked", 5e-3), ("native", 2e-2), ("triton", 1e-4)])
+def test_a_target_on_the_flat_part_of_a_softcap(impl, bound):
+    """1 - tanh^2 is 2e-5 there; `chunked` and `native` take it from z, whose last bit is 4e-3 of it."""
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        weight = torch.tensor([[180.0], [179.0], [182.0], [0.0]], dtype=dtype, requires_grad=True)
+        engine = "reference" if dtype == torch.float64 else impl
+        hidden, ids = torch.ones(1, 1, dtype=dtype), torch.tensor([0])
+        fused_linear_logprobs(hidden, weight, ids, softcap=30.0, impl=engine).logps.sum().backward()
+        found.append(weight.grad.double())
+    torch.testing.assert_close(found[1], found[0], rtol=bound, atol=0)
+
+
 @pytest.mark.gate(keep=lambda impl, dtype: impl != "triton")  # 15 s; 4096 columns are in test_logprobs.py
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)

@@ -54,7 +54,7 @@ class HeadOptions(LogitOptions, total=False):
             B, without a tensor of the size of W.
         temperature: > 0: a number, one for each sequence (`[B]`, `[B, 1]`), or one for each token; default 1.
         logit_scale: factor on the logits, before the cap; default 1.
-        softcap: c in `c * tanh(logits / c)`, in (0, 1000]; default None.
+        softcap: c in `c * tanh(logits / c)`, in (0, 400]; default None.
         candidates: `CandidateSets`: the tokens that top-k, top-p or min-p kept at each position. Log-probs, entropies
             and KL are then of the distribution renormalised over them, and only their rows of the weight are read. Old,
             reference and sampling log-probs must be of that distribution, too. An empty set means the whole vocabulary.

@@ -89,6 +89,11 @@ def test_larger_errors_are_noticed(driver):
         LAUNCHES["rows"]()
 
 
+@pytest.mark.gate(keep=lambda driver: driver == "sm_90")
+def test_loss_of_a_token_outside_of_the_vocabulary(driver):
+    cases.loss_of_a_token_outside_of_the_vocabulary()
+
+
 def test_blackwell():
     """What a step of training takes of sm_100; the gate has no more of it."""
     with cases.launched_as(lambda: "sm_100", in_place=True), driver_of("sm_100").active(IN_STEP):
