@@ -8,10 +8,12 @@ import pytest
 import torch
 from helpers import make_case, make_config
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 import kernel_cases
+import triton.language as tl
 from grpo_fused.kernels import head_launch
+from grpo_fused.kernels.head import from_e4m3
 from grpo_fused.kernels.head_configs import (
     CANDIDATES,
     FP32_CONFIGS,
@@ -333,3 +335,16 @@ def test_targets_outside_the_vocabulary_are_not_read():
     got = head_scores(hidden, weight, torch.tensor([-1, 37, 10**9]), transform, with_entropy=True, config=SMALL)
     assert got.logp.isnan().all()
     assert got.entropy.isfinite().all()
+
+
+@triton.jit
+def _widen(x_ptr, out_ptr):
+    at = tl.arange(0, 256)
+    tl.store(out_ptr + at, from_e4m3(tl.load(x_ptr + at)))
+
+
+def test_every_byte_of_fp8():
+    """NaN too: float8_e4m3fn has no infinity."""
+    numbers, out = torch.arange(256).to(torch.uint8), torch.empty(256)
+    _widen[(1,)](numbers, out)
+    torch.testing.assert_close(out, numbers.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)

@@ -257,3 +257,27 @@ def test_softcap_uses_no_exponentials():
         got = batch.run(make_config("dapo"), impl="triton")
         assert frobenius_error(got.dhidden, want.dhidden) < 1e-2
         assert frobenius_error(got.dweight, want.dweight) < 1e-2
+
+
+def test_entropy_gradient_of_a_confident_target():
+    """18 nats above the next token: log p of the target is -1.5e-8, no difference of its logit and the sum."""
+    for z in (50.0, 61.7, 88.3, 119.1):
+        hidden, weight = torch.ones(1, 32) * (torch.arange(32) == 0), torch.zeros(40, 32)
+        weight[:, 0] = torch.tensor([-90.0, -90.0, -90.0, z, 0.0, z - 18.0, *[0.0] * 34])
+        targets, transform = torch.tensor([3]), Transform()
+        statistics = head_scores(hidden, weight, targets, transform, with_entropy=True)
+        coefficients = Coefficients(statistics, torch.zeros(1), torch.ones(1))
+        out = torch.zeros(1, padded(40))[:, :40]
+        head_dlogits(hidden, weight, targets, coefficients, transform, out)
+        want = exact_dlogits(hidden, weight, targets, transform, torch.zeros(1), torch.ones(1))
+        torch.testing.assert_close(out[0, 3].double(), want[0, 3], rtol=1e-4, atol=0)
+
+
+def test_entropy_gradient_beside_an_impossible_token():
+    bias = torch.zeros(40).index_fill(0, torch.tensor([7]), -math.inf)
+    hidden, weight, targets = torch.randn(2, 32), torch.randn(40, 32), torch.tensor([3, 4])
+    statistics = head_scores(hidden, weight, targets, Transform(bias), with_entropy=True)
+    out = torch.full((2, padded(40)), math.nan)[:, :40]
+    head_dlogits(hidden, weight, targets, Coefficients(statistics, torch.ones(2), torch.ones(2)), Transform(bias), out)
+    assert out.isfinite().all()
+    assert (out[:, 7] == 0).all()

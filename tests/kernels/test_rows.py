@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from grpo_fused.kernels import launch
 from grpo_fused.kernels.configs import PAD
 from grpo_fused.kernels.launch import TritonRows
-from grpo_fused.kernels.row_types import Coefficients, Rows, Transform
+from grpo_fused.kernels.row_types import Coefficients, ObjectiveNumbers, Rows, TokenInputs, Transform
 
 SHAPES = [(1, 1), (5, 37), (3, 256), (2, 257), (2, 1031)]
 
@@ -227,3 +227,26 @@ def test_targets_outside_the_vocabulary_are_not_read():
     stats = row_statistics(logits, targets, Transform(torch.zeros(37), 1.0, None, 1.0), with_entropy=True)
     assert stats.logp.isnan().all()
     assert stats.entropy.isfinite().all()
+
+
+def test_columns_that_may_be_touched_are_in_the_storage():
+    assert launch.padded_width(torch.empty(3 * 64).as_strided((3, 40), (64, 1))) == launch.padded(40)
+    assert launch.padded_width(torch.empty(2 * 64 + 40).as_strided((3, 40), (64, 1))) == 40
+
+
+def test_a_wider_gradient_is_not_written_over_logits():
+    memory = torch.randn(64)
+    logits, out = memory.view(torch.bfloat16).as_strided((2, 16), (64, 1)), memory.as_strided((2, 16), (32, 1))
+    scores = row_statistics(logits, torch.zeros(2, dtype=torch.int64), Transform(), with_entropy=False)
+    with pytest.raises(ValueError, match="got torch.float32 for torch.bfloat16"):
+        row_gradient(logits, out, torch.zeros(2, dtype=torch.int64), scores, torch.ones(2), None, Transform())
+
+
+def test_an_impossible_token_of_an_old_policy_that_found_it_impossible_too():
+    """A ratio of 1: both log-probs count as the lowest one."""
+    objective = ObjectiveNumbers(0, "k3", True, 0.2, 0.2, math.inf, math.inf, 1.0, 1.0, 0.0)
+    logits = torch.zeros(1, 64).index_fill(1, torch.tensor([1]), -math.inf)
+    inputs = TokenInputs(-torch.ones(1), torch.ones(1), torch.full((1,), -math.inf), None, None, None)
+    rows = Rows(logits, torch.tensor([1]), Transform())
+    found = TritonRows().loss(rows, inputs, objective, torch.zeros(1, 64), with_entropy=False)
+    assert found.loss.tolist() == [1.0]
