@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers import frobenius_error
@@ -13,6 +15,7 @@ from grpo_fused import (
     HeadAdapter,
     QuantizedWeight,
     fused_linear_grpo_loss,
+    fused_linear_logprobs,
     fused_linear_objective,
 )
 from grpo_fused.engines import cpu_library, native
@@ -308,3 +311,19 @@ def test_an_objective_of_entropies():
         ).loss.backward()
         found.append(hidden.grad)
     assert frobenius_error(*found) < 2e-5
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapter"])
+def test_an_odd_vocabulary_reads_nothing_of_an_earlier_call(adapted):
+    """Rows are multiplied in pairs; the second of the last pair is not what was NaN in the same memory before."""
+    g = torch.Generator().manual_seed(0)
+    hidden, ids = torch.randn(70, 32, generator=g).bfloat16(), torch.randint(64, (70,), generator=g)
+    for V in (65, 129, 1001):
+        weight, b = torch.randn(V + 1, 32, generator=g).bfloat16(), torch.randn(V + 1, 4, generator=g)
+        weight[-1], b[-1], a = math.nan, math.nan, torch.randn(4, 32, generator=g)
+        for rows in (V + 1, V) * 3:
+            states = hidden.clone().requires_grad_()
+            adapter = HeadAdapter(a, b[:rows]) if adapted else None
+            out = fused_linear_logprobs(states, weight[:rows], ids, lm_head_adapter=adapter, impl="native")
+            (gradient,) = torch.autograd.grad(out.logps.sum(), states)
+            assert rows > V or gradient.isfinite().all()
