@@ -122,7 +122,7 @@ def _confirmed(
     parts = parts._replace(adapters=tuple(replace(adapter, dropout=0.0) for adapter in parts.adapters))
     forms = candidate_forms(inner, weight.shape[0])
     has_bias = None if parts.bias is None else parts.bias.dtype
-    hooks = tuple(head._forward_hooks), tuple(head._forward_pre_hooks), tuple(inner._forward_hooks)
+    hooks = tuple(head._forward_hooks), tuple(head._forward_pre_hooks)
     key = (tuple(forms), weight.shape, weight.dtype, weight.device, has_bias, adapter_state(head), hooks)
     known = _verified.setdefault(inner, {})
     if cached and key in known:

@@ -93,7 +93,7 @@ def capture_head_input(model: nn.Module) -> Iterator[CapturedHeadInput]:
         captured._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return hidden_states.new_zeros((*hidden_states.shape[:-1], 1))
 
-    with turn(head), Patches((head, "forward", keep)):  # its hooks run as always
+    with turn(head), Patches((head, "forward", keep)):  # its forward hooks run as always
         yield captured
 
 
