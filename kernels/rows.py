@@ -48,10 +48,10 @@ def to_z(raw, bias_ptr, cols, valid, logit_scale, softcap, inv_t, HAS_BIAS: tl.c
     if HAS_BIAS:
         u += tl.load(bias_ptr + cols, mask=valid, other=0.0).to(tl.float32)
     if HAS_SOFTCAP:
-        # tanh x = 2 / (1 + e^-2x) - 1; its slope 1 - tanh^2, small where it is flat, without the cancellation
+        # tanh x = 2 / (1 + e^-2x) - 1; its slope, 1 - tanh^2, without the cancellation where it is flat
         power = tl.minimum(tl.exp(-2.0 * (u * logit_scale) / softcap), 1e15, propagate_nan=tl.PropagateNan.ALL)
-        share = 1.0 / (1.0 + power)
-        return softcap * (2.0 * share - 1.0) * inv_t, slope * (4.0 * power * share * share)
+        half = 2.0 / (1.0 + power)
+        return softcap * (half - 1.0) * inv_t, slope * (power * half * half)
     else:
         return u * slope, slope
 
