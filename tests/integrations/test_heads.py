@@ -6,11 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 pytest.importorskip("transformers")
 from integrations.tiny import ARCHITECTURES, LinearLM, build, build_vision, fused, log_probs, token_ids
@@ -222,6 +225,17 @@ def test_threads_that_share_a_model_take_turns() -> None:
     torch.testing.assert_close(found, want)
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=ids).logits, logits)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_is_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = FullyShardedDataParallel(build("qwen2"), device_id=torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"FSDP1.* use fully_shard \(FSDP2\)"):
+            head_hidden_states(model, token_ids())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_logits_as_the_first_of_a_tuple() -> None:
