@@ -47,6 +47,8 @@ def output_head(model: nn.Module) -> nn.Module:
             f"model must be a causal LM with one output head (get_output_embeddings() or lm_head); "
             f"{type(model).__name__} gives {type(head).__name__}"
         )
+    if hasattr(head, "_orig_mod"):
+        raise TypeError("the lm head must not be compiled by itself: compile the model, or call head.compile()")
     return head
 
 

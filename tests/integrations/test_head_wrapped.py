@@ -30,6 +30,23 @@ def test_a_compiled_model() -> None:
     assert check_head(compiled).softcap == 20.0
 
 
+@pytest.mark.full
+def test_a_compiled_head() -> None:
+    model, ids = build("qwen2"), token_ids()
+    want, logits = fused(model, ids), model(input_ids=ids, use_cache=False).logits
+    model.lm_head.compile(backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(fused(model, ids), want, rtol=0, atol=0)
+        torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, logits)
+
+
+def test_a_wrapper_around_the_head_is_refused() -> None:
+    model: Any = build("qwen2")
+    model.lm_head = torch.compile(model.lm_head, backend="eager")
+    with pytest.raises(TypeError, match=r"compile the model, or call head.compile\(\)"):
+        lm_head_inputs(model)
+
+
 def test_a_data_parallel_model(tmp_path: Path) -> None:
     model, alone, ids = build("gemma2"), build("gemma2"), token_ids()
     torch.testing.assert_close(fused(nn.DataParallel(model), ids), fused(alone, ids), rtol=0, atol=0)

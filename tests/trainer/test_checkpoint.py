@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.arithmetic.model import build_tokenizer
 from grpo_fused import GRPOLossConfig
+from grpo_fused.rewards import RewardError
 from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.trainer import (
     CheckpointError,
@@ -542,6 +543,19 @@ def test_training_continues_in_the_same_process(tmp_path: Path, unbroken: tuple[
     trainer.evaluate_too = lambda: {"seen": 1.0} if trainer.steps_done == 3 else {}
     assert len(trainer.train()) == 3
     same(outcome(trainer, tmp_path), unbroken)
+
+
+def test_the_evaluation_before_training_is_made_once(tmp_path: Path) -> None:
+    """Also if the first step fails and `train()` is called again."""
+    trainer = make(tmp_path)
+    trainer.evaluate_too = lambda: {"seen": 1.0}
+    whole = trainer.reward_functions["count_ones"]
+    trainer.reward_functions["count_ones"] = lambda **columns: [None] * len(columns["completions"])
+    with pytest.raises(RewardError, match="step 1"):
+        trainer.train()
+    trainer.reward_functions["count_ones"] = whole
+    trainer.train()
+    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(7))
 
 
 def test_stop_outside_of_the_main_thread(tmp_path: Path, unbroken: tuple[Any, Any]) -> None:
