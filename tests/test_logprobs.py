@@ -139,6 +139,29 @@ def test_products_of_a_frozen_head_that_are_not_finite(impl, compact):
     assert hidden.grad[~none].abs().amax(-1).min() > 0
 
 
+@pytest.mark.parametrize("function", ["linear", "of-logits"])
+def test_results_may_be_changed_in_place(function):
+    """As those of eager code: `logps[~mask] = 0`."""
+    case = make_case(0)
+    ids = case.completion_ids
+    others = CandidateSets.from_padded(torch.stack([(ids + 1) % 29, (ids + 2) % 29], dim=-1))
+
+    def gradient(in_place):
+        hidden = case.hidden_states.detach().requires_grad_()
+        if function == "linear":
+            out = fused_linear_logprobs(
+                hidden, case.lm_head_weight.detach(), ids, alternatives=others, with_entropy=True
+            )
+            results = [out.logps, out.entropies, out.alternative_logps]
+        else:
+            out = selective_logprobs(hidden @ case.lm_head_weight.detach().T, ids, with_entropy=True)
+            results = [out.logps, out.entropies]
+        sum((x.mul_(3.0) if in_place else 3.0 * x).sum() for x in results).backward()
+        return hidden.grad
+
+    torch.testing.assert_close(gradient(in_place=True), gradient(in_place=False), rtol=0, atol=0)
+
+
 def test_only_one_result_is_used():
     case = make_case(3)
     for use in ("logps", "entropies"):

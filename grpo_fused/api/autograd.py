@@ -129,6 +129,7 @@ class LinearLogprobs(torch.autograd.Function):
     """(logps, entropies, alternative_logps); the backward recomputes the logits of rows that have a coefficient.
 
     Where dlogp/dh was made in the forward pass, the backward scales it, and recomputes logits for entropies alone.
+    The outputs are copies, which a caller may change in place.
     """
 
     @staticmethod
@@ -139,10 +140,10 @@ class LinearLogprobs(torch.autograd.Function):
         ctx.leaf = weight if call.run.adds_to_grad and not call.run.any_whole and weight.is_leaf else None
         ctx.save_for_backward(*scores, *tensors)
         ctx.set_materialize_grads(False)
-        has_alternatives = call.alternatives.sets is not None
-        absent = ((scores.entropies, call.with_entropy), (scores.alternative_logps, has_alternatives))
-        ctx.mark_non_differentiable(*(x for x, requested in absent if not requested))
-        return scores.logps, scores.entropies, scores.alternative_logps
+        outputs = scores.logps.clone(), scores.entropies.clone(), scores.alternative_logps.clone()
+        requested = True, call.with_entropy, call.alternatives.sets is not None
+        ctx.mark_non_differentiable(*(x for x, wanted in zip(outputs, requested, strict=True) if not wanted))
+        return outputs
 
     @staticmethod
     @first_order
@@ -217,7 +218,7 @@ class SelectiveLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: LogitsCall) -> Any:
         call = call._replace(logits=logits)
-        logps, entropies = operators.selective_logprobs(*flat(call))
+        logps, entropies = (x.clone() for x in operators.selective_logprobs(*flat(call)))  # to be changed in place
         ctx.call, tensors = detach(call)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
