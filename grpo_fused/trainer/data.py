@@ -264,26 +264,22 @@ class RowFilter:
     def usable(self, dataset: Sequence[Row], at_least: int, name: str) -> Sequence[Row]:
         """The rows, checked; without those whose prompt is too long."""
         check_rows(dataset, at_least, name=name)
-        longest, lengths = self.longest, []
+        rows: list[Row] = []
         for position, row in enumerate(dataset):
             try:
-                lengths.append(len(self.encode(row["prompt"])))
-                if longest is None or lengths[-1] <= longest:
-                    self.check_length(lengths[-1])
+                if self.fits(row):
+                    rows.append(row)
             except PromptError as error:
                 raise PromptError(f"row {position} of {name}: {error}") from error
-        if longest is None:
-            return dataset
-        rows = [row for row, length in zip(dataset, lengths, strict=True) if length <= longest]
         if dropped := len(dataset) - len(rows):
-            self.say(f"dropped {dropped} of {len(dataset)} rows: their prompts have more than {longest} tokens")
-        check_rows(rows, at_least, name=f"{name} with prompts of at most {longest} tokens")
-        return rows
+            self.say(f"dropped {dropped} of {len(dataset)} rows: their prompts have more than {self.longest} tokens")
+            check_rows(rows, at_least, name=f"{name} with prompts of at most {self.longest} tokens")
+        return rows if dropped else dataset
 
     def batches(self, dataset: Rows, size: int, seed: int) -> Batches | Stream:
         """Endless batches of the training data."""
         if callable(dataset):
-            self.usable(next(Stream(dataset, 1, self.fits, seed)), 1, "train_dataset")  # its first row
+            next(Stream(dataset, 1, self.fits, seed))  # checks the first row
             return Stream(dataset, size, self.fits, seed)
         return Batches(self.usable(dataset, size, "train_dataset"), size, seed)
 
@@ -399,8 +395,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
 def _read_parquet(path: Path) -> list[Row]:
     from pyarrow import parquet  # type: ignore[import-untyped]  # comes with `datasets`
 
-    rows: list[Row] = parquet.read_table(path).to_pylist()
-    return rows
+    return parquet.read_table(path).to_pylist()
 
 
 _READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
