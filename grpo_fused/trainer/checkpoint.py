@@ -56,10 +56,9 @@ def naming(what: object) -> Iterator[None]:
     """Any error becomes a CheckpointError that begins with `what`: libraries raise many kinds."""
     try:
         yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{what}: {error}") from error
     except Exception as error:
-        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"{what}: {kind}{error}") from error
 
 
 def publish(final: Path, write: Callable[[Path], object], keep: int | None) -> None:
@@ -234,8 +233,7 @@ def flat(optimizer_state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def options_of(config: DataclassInstance) -> dict[str, Any]:
     """The options of a run, as JSON has them."""
-    options: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
-    return options
+    return json.loads(json.dumps(asdict(config), default=str))
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -63,17 +63,15 @@ class ObjectiveOptions:
     def objective(self) -> Objective:
         """The objective."""
         try:
-            made: Objective = FACTORIES[self.name](**self.options)
+            return FACTORIES[self.name](**self.options)
         except (TypeError, ValueError) as error:
             raise ValueError(f"options must be those of {self.name}: {error}; got {self.options}") from error
-        return made
 
     @property
     def records(self) -> Records | None:
         """What a rollout must record of the sampler."""
         if self.objective.of_alternatives:
-            support: Records = self.options.get("support", "mask")  # that of score_centered_ipo
-            return support
+            return self.options.get("support", "mask")  # that of score_centered_ipo
         return "sampled" if SAMPLED in (self.objective.reads or ()) else None
 
     @property

@@ -83,8 +83,7 @@ def of_all_processes(accelerator: Accelerator, *models: dict[str, str]) -> dict[
             "all processes must begin with the same weights and vocabulary, of model and reference_model; got others "
             f"on the processes {others} (a random model needs the same seed on each)"
         )
-    first: dict[str, str] = found[0][0]
-    return first
+    return found[0][0]
 
 
 def check_processes(accelerator: Accelerator) -> None:
