@@ -74,7 +74,7 @@ class Updater:
         loss, objective = self.config.loss, self.config.objective
         always = loss.beta != 0 or loss.entropy_coef != 0 or loss.top_entropy_quantile < 1 or objective is not None
         rows = torch.arange(len(advantages)) if always else advantages.nonzero().flatten().cpu()
-        window = Window.of(rollout, rows, self.accelerator)
+        window = Window(rollout, rows, self.accelerator)
         if window.trained_sequences == 0:
             self.optimizer_steps += self.config.num_iterations  # the schedule continues
             return []
@@ -198,21 +198,16 @@ class Updater:
 
 
 class Window:
-    """The divisors of a loss over all micro-batches and processes."""
+    """The divisors of a loss over all micro-batches and processes; `rows` are the sequences that will be trained on."""
 
-    def __init__(self, tokens: float, sequences: float, trained_tokens: float, trained_sequences: float) -> None:
-        self.tokens, self.sequences = max(tokens, 1.0), max(sequences, 1.0)
-        self.trained_tokens, self.trained_sequences = max(trained_tokens, 1.0), trained_sequences
-
-    @staticmethod
-    def of(rollout: Rollout, rows: Tensor, accelerator: Accelerator) -> Window:
-        """Counts over all processes; `rows` are the sequences that will be trained on."""
+    def __init__(self, rollout: Rollout, rows: Tensor, accelerator: Accelerator) -> None:
         lengths = rollout.completion_mask.sum(1)
         trained = lengths[rows.to(lengths.device)]
         counts = torch.tensor(
             [lengths.sum(), len(lengths), trained.sum(), len(rows)], dtype=torch.float64, device=accelerator.device
         )
-        return Window(*accelerator.reduce(counts, "sum").tolist())
+        *divisors, self.trained_sequences = accelerator.reduce(counts, "sum").tolist()
+        self.tokens, self.sequences, self.trained_tokens = (max(count, 1.0) for count in divisors)
 
     def share_of(self, micro: Rollout, loss: GRPOLossConfig) -> tuple[float, GRPOLossConfig]:
         """The weight of a micro-batch's loss, and the loss's options with the entropy bonus weighted the same way.
