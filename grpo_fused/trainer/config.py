@@ -155,11 +155,6 @@ class GRPOTrainerConfig:
             self._check_objective(self.objective)
 
     @property
-    def rollout_size(self) -> int:
-        """Completions in a rollout, over all processes."""
-        return self.prompts_per_step * self.num_generations
-
-    @property
     def truncates(self) -> bool:
         """Whether some tokens cannot be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0

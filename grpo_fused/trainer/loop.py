@@ -314,7 +314,7 @@ class GRPOTrainer:
         config, parameters = self.config, list(self.model.parameters())
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         name = getattr(self.model, "name_or_path", "") or type(self.model).__name__
-        tokens = config.rollout_size * config.max_completion_length
+        tokens = config.prompts_per_step * config.num_generations * config.max_completion_length
         off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         sampling = {name: getattr(config, name) for name in ("temperature", *off)}
         return {

@@ -73,8 +73,3 @@ class ObjectiveOptions:
         if self.objective.of_alternatives:
             return self.options.get("support", "mask")  # that of score_centered_ipo
         return "sampled" if SAMPLED in (self.objective.reads or ()) else None
-
-    @property
-    def needs_old(self) -> bool:
-        """Whether the log-probs before the update are needed, also where they are those of the policy."""
-        return OLD in self.objective.needs

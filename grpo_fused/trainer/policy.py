@@ -55,10 +55,6 @@ class Policy:
         self.model.eval()
         return prepared
 
-    def prepare_frozen(self) -> None:
-        """Shares a model that is not trained."""
-        self.model = self.accelerator.prepare_model(self.unwrapped, evaluation_mode=True)
-
     def trained_head(self) -> dict[str, Any]:
         """`head` of a loss: rows of candidates are added to the gradient of a weight that no other process shares."""
         head = self.head()
@@ -130,9 +126,7 @@ class Policy:
         whole = self.config.loss.top_entropy_quantile < 1
         limit = sys.maxsize if whole else self.config.micro_batch_tokens
         batches = micro_batches(rollout, rows, limit, share_prompts=self.config.share_prompts)
-        most = len(batches)
-        if self.accelerator.num_processes > 1:
-            most = int(self.accelerator.gather(torch.tensor([most], device=self.accelerator.device)).max())
+        most = int(self.accelerator.gather(torch.tensor([len(batches)], device=self.accelerator.device)).max())
         pieces = [(batch, rollout.rows(batch)) for batch in batches]
         first = rollout.rows(slice(0, 1))
         idle = first._replace(completion_mask=torch.zeros_like(first.completion_mask))
@@ -168,7 +162,7 @@ class Reference:
             forms = [{name: head[name] for name in ("logit_scale", "softcap")} for head in (ours, theirs)]
             if forms[0] != forms[1]:
                 raise ValueError(f"kl_estimator='exact' needs heads with the same scale and softcap; got {forms}")
-        self.policy.prepare_frozen()
+        self.policy.model = policy.accelerator.prepare_model(frozen, evaluation_mode=True)
 
     def score(self, rollout: Rollout, rows: Tensor) -> Tensor:
         """See `Policy.score`."""

@@ -18,6 +18,7 @@ from grpo_fused.rollouts.errors import NonFiniteError
 from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
 from grpo_fused.trainer.losses import Part, of_loss_type, of_objective
 from grpo_fused.trainer.metrics import Metrics
+from grpo_fused.trainer.objective import OLD
 from grpo_fused.trainer.policy import Policy, Reference, add_rows
 from grpo_fused.trainer.rollout import Rollout
 
@@ -82,7 +83,7 @@ class Updater:
         ref_logps = None if estimated is None else estimated.score(rollout, rows)
         old_logps, ratio, corrections = None, None, Metrics()
         if objective is not None:
-            old_logps = self.policy.score(rollout, rows) if objective.needs_old else None
+            old_logps = self.policy.score(rollout, rows) if OLD in objective.objective.needs else None
         elif rollout.sampling_logps is not None and self.config.importance_sampling is not None:
             check_for_vllm(self.config)
             old_logps = self.policy.score(rollout, rows)
