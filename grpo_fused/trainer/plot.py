@@ -105,9 +105,10 @@ def draw_panel(axes: Axes, panel: Panel, lines: Lines) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     colors = {name: f"C{i}" for i, name in enumerate(name for name in panel.curves if name != "reward")}
+    every: list[list[tuple[float, float]]] = []  # the points of each curve
     for name, label in panel.curves.items():
-        points = [(line["step"] or 0, value) for line in lines if (value := line.get(name)) is not None]
-        steps, values = [step for step, _ in points], [value for _, value in points]
+        every.append([(line["step"] or 0, value) for line in lines if (value := line.get(name)) is not None])
+        steps, values = [step for step, _ in every[-1]], [value for _, value in every[-1]]
         is_noisy = len(values) > 30
         smooth = moving_average(values, 9) if is_noisy else values
         style: dict[str, Any] = {"color": colors.get(name, INK), "clip_on": False}  # a line at the edge keeps its width
@@ -118,11 +119,11 @@ def draw_panel(axes: Axes, panel: Panel, lines: Lines) -> None:
     axes.set_ylabel(panel.unit, fontsize=9, color=MUTED)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
-    shown = [value for name in panel.curves for line in lines if (value := line.get(name)) is not None]
-    if max(sum(line.get(name) is not None for line in lines) for name in panel.curves) == 1:
-        _write_values(axes, panel, lines)
+    shown = [point for points in every for point in points]
+    if max(map(len, every)) == 1:
+        _write_values(axes, shown)
     if panel.unit.startswith("%") or all(name.startswith(HELD_OUT) for name in panel.curves):
-        axes.set_ylim(bottom=min(0, *shown, 0))
+        axes.set_ylim(bottom=min(0, *(value for _, value in shown), 0))
     if panel.unit.startswith("%"):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.grid(color=GRID, linewidth=0.8)
@@ -133,11 +134,8 @@ def draw_panel(axes: Axes, panel: Panel, lines: Lines) -> None:
         axes.legend(frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0, **below)
 
 
-def _write_values(axes: Axes, panel: Panel, lines: Lines) -> None:
+def _write_values(axes: Axes, points: list[tuple[float, float]]) -> None:
     """The numbers of a run of one step beside its points, on an axis from 0: there is no curve to see."""
-    points = [
-        (line["step"] or 0, value) for name in panel.curves for line in lines if (value := line.get(name)) is not None
-    ]
     for step, value in points:
         axes.annotate(f"{value:.3g}", (step, value), xytext=(8, 0), textcoords="offset points", va="center", color=INK)
     values = [value for _, value in points]
