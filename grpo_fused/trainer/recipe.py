@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -222,26 +222,23 @@ class Recipe(GRPOTrainerConfig):
     def _raw(
         self, source: str | None, subset: str | None, split: str, limit: int | None, *, held_out: bool = False
     ) -> Rows:
-        rows: Any
         if self.is_generated:
-            rows = problems(str(source), self.dataset_options, seed=self.seed, held_out=held_out)
-        elif is_function(source):
+            problem = problems(str(source), self.dataset_options, seed=self.seed, held_out=held_out)
+            return problem if limit is None else [problem(index) for index in range(limit)]
+        if is_function(source):
             function = load_function(str(source), "dataset")
             try:
-                rows = function(**self.dataset_options)
-                if not callable(rows):
-                    rows = list(rows if limit is None else islice(rows, limit))  # it may be endless
-                elif limit is not None:
-                    rows = [rows(index) for index in range(limit)]
+                rows: Any = function(**self.dataset_options)
+                if callable(rows) and limit is None:
+                    return rows  # type: ignore[no-any-return]
+                # rows may be endless
+                rows = list(islice(map(rows, count()) if callable(rows) else rows, limit))
             except Exception as error:
                 raise ValueError(f"dataset {source!r} {raised(error)}") from error
-        else:
-            if source is None and self.task is not None:
-                source, subset = TASKS[self.task].source, subset or TASKS[self.task].subset
-            return load_rows(str(source), subset=subset, split=split, limit=limit)
-        if not callable(rows):
-            return load_rows(rows, limit=limit)
-        return rows if limit is None else [rows(index) for index in range(limit)]  # type: ignore[no-any-return]
+            return load_rows(rows)
+        if source is None and self.task is not None:
+            source, subset = TASKS[self.task].source, subset or TASKS[self.task].subset
+        return load_rows(str(source), subset=subset, split=split, limit=limit)
 
     def _format(self, rows: Sequence[Row]) -> Sequence[Row]:
         if self.task is not None:
