@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.rollouts.errors import PromptError
 from grpo_fused.rollouts.records import RecordedSets, Records, ScoredSets
 
 
@@ -119,6 +120,15 @@ class RolloutEngine(Protocol):
     def sync_weights(self, model: PreTrainedModel) -> None:
         """Called before the first rollout and whenever the policy has changed; `model` is the unwrapped policy."""
         ...
+
+
+def check_room(prompt: int, completion: int, most: int, why: str) -> None:
+    """Raises PromptError if a prompt and its completion have more than `most` tokens; `why` says whose limit it is."""
+    if prompt + completion > most:
+        raise PromptError(
+            f"a prompt and its completion must have at most {most} tokens{why}; got a prompt of {prompt} and "
+            f"max_completion_length {completion} (max_prompt_length leaves out rows)"
+        )
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:

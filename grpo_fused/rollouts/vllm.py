@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_fused.ranks.parallel import whole
-from grpo_fused.rollouts.engine import Generation, Sampling
-from grpo_fused.rollouts.errors import DivergedError, PromptError
+from grpo_fused.rollouts.engine import Generation, Sampling, check_room
+from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.rollouts.vllm_logprobs import ExactLogprobs
 from grpo_fused.rollouts.vllm_outputs import (
     MOST_CANDIDATES,
@@ -192,11 +192,7 @@ class VLLMEngine:
 
     def check_length(self, prompt: int, completion: int) -> None:
         """Raises PromptError if vLLM has no room for as many tokens: it would cut the completions, or fail."""
-        if prompt + completion > self.max_model_len:
-            raise PromptError(
-                f"a prompt and its completion must have at most {self.max_model_len} tokens in vLLM (max_model_len); "
-                f"got a prompt of {prompt} and max_completion_length {completion} (max_prompt_length leaves out rows)"
-            )
+        check_room(prompt, completion, self.max_model_len, " in vLLM (max_model_len)")
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         """Samples completions of the prompts' token ids, with their log-probs.

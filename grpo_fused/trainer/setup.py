@@ -11,8 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_fused.rollouts.engine import RolloutEngine, Sampling
-from grpo_fused.rollouts.errors import PromptError
+from grpo_fused.rollouts.engine import RolloutEngine, Sampling, check_room
 from grpo_fused.rollouts.vllm import VLLMEngine
 from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
 from grpo_fused.trainer.policy import disable_dropout
@@ -92,15 +91,9 @@ def length_check(
     if isinstance(engine, VLLMEngine):
         check_for_vllm(config)
         return lambda prompt: engine.check_length(prompt, completion)
-
-    def check(prompt: int) -> None:
-        if positions is not None and prompt + completion > positions:
-            raise PromptError(
-                f"a prompt and its completion must have at most {positions} tokens, the positions that the model has; "
-                f"got a prompt of {prompt} and max_completion_length {completion} (max_prompt_length leaves out rows)"
-            )
-
-    return check
+    if positions is None:
+        return lambda prompt: None
+    return lambda prompt: check_room(prompt, completion, positions, ", the positions that the model has")
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
