@@ -85,10 +85,7 @@ def join(call: LinearCall | LogprobsGradientCall) -> tuple[VocabParallel | None,
         failure = failure or _attempt(check, vocab_size)
     else:
         what = {**form_of(call), "tokens": layout.num_tokens, **contents_of(call)}
-        rows, failure = agree(
-            groups.vocab, what, [vocab_size], failure,
-            lambda rows: check(sum(row[0] for row in rows)),
-        )  # fmt: skip
+        rows, failure = agree(groups.vocab, what, [vocab_size], failure, lambda rows: check(sum(n for n, *_ in rows)))
         vocab = VocabParallel(groups.vocab, [row[0] for row in rows], scored.token_ids.reshape(-1))
         vocab_size = vocab.total
     if groups.tokens is not None and isinstance(call, (LossCall, CustomCall)):
@@ -119,7 +116,9 @@ def agree(
     """
     text = repr(sorted(what.items())).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-    rows = _exchange(group, [digest, int(failure is not None), *numbers])
+    # the size is the same for all operators
+    sent = [digest, int(failure is not None), *numbers, *[0] * (_NUMBERS - len(numbers))]
+    rows = all_gather("agreement", torch.tensor(sent, dtype=torch.int64, device=device_of(group)), group).tolist()
     numbers_of_ranks = [row[2:] for row in rows]
     if failure is None and not any(failed for _, failed, *_ in rows):
         failure = _attempt(check, numbers_of_ranks)  # if the digests are equal, the result is the same on all ranks
@@ -171,12 +170,6 @@ def failing_together(vocab: VocabParallel | None, tokens: TokenParallel | None) 
             if ranks is not None and not (isinstance(failure, PeerError) and failure.group is ranks.group):
                 ranks.meet(failure)
         raise
-
-
-def _exchange(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
-    """[digest, failed, numbers ...] of every rank; the size is the same for all operators."""
-    padded = [*numbers, *[0] * (2 + _NUMBERS - len(numbers))]
-    return all_gather("agreement", torch.tensor(padded, dtype=torch.int64, device=device_of(group)), group).tolist()
 
 
 def _attempt(check: Callable[..., None], *arguments: object) -> Exception | None:
