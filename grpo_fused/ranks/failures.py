@@ -57,19 +57,15 @@ def _store() -> Any:
 
 
 def _lost(failure: BaseException | None) -> BaseException | None:
-    """The failure, or what caused it, if that is a lost connection."""
-    while failure is not None and not _is_lost(failure):
+    """The failure, or what caused it, if that is a collective whose other process ended or did not answer."""
+    while failure is not None:
+        text = str(failure)
+        is_gloo = type(failure) is RuntimeError and ("gloo" in text or text.startswith("Application timeout"))
+        is_lost = is_gloo and any(sign in text for sign in _LOST)
+        if is_lost or isinstance(failure, (dist.DistBackendError, dist.DistNetworkError)):
+            break
         failure = failure.__cause__
     return failure
-
-
-def _is_lost(failure: BaseException) -> bool:
-    """Whether a collective failed because another process ended or did not answer."""
-    text = str(failure)
-    is_gloo = type(failure) is RuntimeError and ("gloo" in text or text.startswith("Application timeout"))
-    return isinstance(failure, (dist.DistBackendError, dist.DistNetworkError)) or (
-        is_gloo and any(sign in text for sign in _LOST)
-    )
 
 
 def _explained(store: Any, lost: BaseException) -> PeerError:

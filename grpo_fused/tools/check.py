@@ -23,13 +23,7 @@ from torch import Tensor
 
 from grpo_fused import GRPOLossConfig, __version__, engines
 from grpo_fused.call.loss_types import LOSS_TYPES
-from grpo_fused.testing import (
-    BATCH_BOUND,
-    BITWISE,
-    Problem,
-    largest,
-    make_problem,
-)
+from grpo_fused.testing import BATCH_BOUND, BITWISE, Problem, largest, make_problem
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
