@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -79,20 +80,22 @@ class Updater:
         if window.trained_sequences == 0:
             self.optimizer_steps += self.config.num_iterations  # the schedule continues
             return []
-        estimated = self.reference if loss.kl_estimator != "exact" else None
-        ref_logps = None if estimated is None else estimated.score(rollout, rows)
-        old_logps, ratio, corrections = None, None, Metrics()
+        tables, corrections = dict[str, Tensor](), Metrics()
+        if self.reference is not None and loss.kl_estimator != "exact":
+            tables["ref_per_token_logps"] = self.reference.score(rollout, rows)
         if objective is not None:
-            old_logps = self.policy.score(rollout, rows) if OLD in objective.objective.needs else None
+            if OLD in objective.objective.needs:
+                tables[OLD] = self.policy.score(rollout, rows)
         elif rollout.sampling_logps is not None and self.config.importance_sampling is not None:
             check_for_vllm(self.config)
-            old_logps = self.policy.score(rollout, rows)
-            ratio, corrections = self.correct_sampling(rollout, rows, old_logps, rollout.sampling_logps)
+            old = tables[OLD] = self.policy.score(rollout, rows)
+            ratio, corrections = self.correct_sampling(rollout, rows, old, rollout.sampling_logps)
+            tables["importance_sampling_ratio"] = ratio
         history = []
         for _ in range(self.config.num_iterations):
-            # on-policy the old log-probs are those of this pass: None means that, and the next iteration gets them
-            metrics, logps = self.accumulate_gradients(rollout, rows, advantages, window, old_logps, ref_logps, ratio)
-            old_logps = logps if old_logps is None else old_logps
+            metrics, logps = self.accumulate_gradients(rollout, rows, advantages, window, tables)
+            # on-policy the old log-probs were those of this pass: none means that, and the next iteration gets them
+            tables.setdefault(OLD, logps)
             metrics |= self.step_optimizer(metrics["loss"])
             history.append(metrics | corrections)
         return history
@@ -123,23 +126,17 @@ class Updater:
         return ratio, metrics
 
     def accumulate_gradients(
-        self,
-        rollout: Rollout,
-        rows: Tensor,
-        advantages: Tensor,
-        window: Window,
-        old_logps: Tensor | None,
-        ref_logps: Tensor | None,
-        ratio: Tensor | None,
+        self, rollout: Rollout, rows: Tensor, advantages: Tensor, window: Window, tables: Mapping[str, Tensor]
     ) -> tuple[Metrics, Tensor]:
         """Backward through all micro-batches, weighted so that neither they nor the processes change the gradient.
+
+        `tables` are inputs of the loss, [B, T] or [B, 1], by name.
 
         Returns:
             The metrics of all processes together, and the log-probs [B, T] of this process's rows.
         """
         config, device = self.config, self.accelerator.device
-        given = {"old_per_token_logps": old_logps, "ref_per_token_logps": ref_logps, "importance_sampling_ratio": ratio}
-        tables = {name: table for name, table in given.items() if table is not None}
+
         logps = torch.zeros(rollout.completion_ids.shape, dtype=torch.float32, device=device)
         sums = torch.zeros(1 + len(AVERAGED), dtype=torch.float64, device=device)
         found: list[str] = []

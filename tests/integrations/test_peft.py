@@ -272,7 +272,7 @@ def test_the_trainer_trains_an_adapted_head() -> None:
         assert len(policy.micro_batches(rollout, rows)) == 24 // tokens
         model.zero_grad()
         updater = Updater(policy, None, torch.optim.SGD(model.parameters()), config)
-        updater.accumulate_gradients(rollout, rows, advantages, Window(rollout, rows, accelerator), None, None, None)
+        updater.accumulate_gradients(rollout, rows, advantages, Window(rollout, rows, accelerator), {})
         gradients.append([p.grad for n, p in model.named_parameters() if "lm_head.lora" in n])
     for whole, halves in zip(*gradients, strict=True):
         assert whole.abs().max() > 0
