@@ -71,7 +71,8 @@ class ExactLogprobs:
         """Ends `score_exactly`."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         if isinstance(runner.sampler, _Sampler):
-            runner.sampler.remove_hooks()
+            for hook in runner.sampler.hooks:
+                hook.remove()
             runner.sampler = runner.sampler.own
 
 
@@ -94,10 +95,6 @@ class _Sampler:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
-
-    def remove_hooks(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
 
     def _keep(self, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(("lm_head", "hidden_states", "embedding_bias"), args, strict=False)) | kwargs

@@ -36,7 +36,6 @@ PREFIX, UNFINISHED = "checkpoint-", ".unfinished"
 FORMAT = 3
 OPTIMIZER, WEIGHTS, ADAPTER = "optimizer.safetensors", "model.safetensors", "adapter_model.safetensors"
 STATE, SEAL = "state.json", "state.json.sha256"
-_BLOCK = 1 << 20
 
 
 class CheckpointError(RuntimeError):
@@ -267,7 +266,7 @@ def checksum(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
 

@@ -60,10 +60,8 @@ class Checkpointer:
         options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
         # collective if the model is sharded; the result is complete on the main process and empty on the others
         weights = dcp.get_model_state_dict(model, options=options)
-        optimizer_state: dict[str, Any] = {"state": {}}
         # for an optimizer without a step, torch would create moments by a step with zero gradients, which counts
-        if adamw.state:
-            optimizer_state = dcp.get_optimizer_state_dict(model, adamw, options=options)
+        optimizer_state = dcp.get_optimizer_state_dict(model, adamw, options=options) if adamw.state else {"state": {}}
 
         def write(folder: Path) -> None:
             with checkpoint.quiet():
@@ -192,5 +190,5 @@ class Checkpointer:
             path = self.output_dir / f"failed-step-{step}-process-{self.accelerator.process_index}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)  # the main process makes the folder of its own disk
             tensors = rollout.tensors() | {"advantages": advantages}
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, path)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
             raise type(error)(f"{error} in step {step}; its batch is in {path}") from error

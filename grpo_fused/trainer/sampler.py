@@ -52,11 +52,8 @@ class Sampler:
             rollout = rollout.to(self.peers.accelerator.device)
         ids = rollout.completions()
         repeated = [row for row in rows for _ in range(sampling.num_generations)]
-        completions = [completion_for(row["prompt"], text) for row, text in zip(repeated, self.texts(ids), strict=True)]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        completions = [completion_for(row["prompt"], text) for row, text in zip(repeated, texts, strict=True)]
         timeout = self.updater.config.reward_timeout
         rewards = score_completions(self.reward_functions, repeated, completions, ids, timeout=timeout)
         return rollout, rewards.to(self.peers.accelerator.device)
-
-    def texts(self, completion_ids: list[list[int]]) -> list[str]:
-        """Completions as texts."""
-        return [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in completion_ids]
