@@ -23,7 +23,7 @@ from grpo_fused.call.validation import is_alone_with
 from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.rollout import Rollout, micro_batches
-from grpo_fused.trainer.shared_prompts import check_shared_prompts, shared_prompt_states, uses_additive_mask
+from grpo_fused.trainer.shared_prompts import check_shared_prompts, shared_prompt_states
 
 
 class Policy:
@@ -85,11 +85,8 @@ class Policy:
             DivergedError: On a CPU, where the loss takes none that are not finite. Elsewhere the loss becomes NaN, on
                 all processes.
         """
-        if self.config.share_prompts:
-            additive = uses_additive_mask(self.unwrapped)
-            states = shared_prompt_states(self.model, rollout, additive_mask=additive)
-        else:
-            states = self._separate_states(rollout)
+        shared = self.config.share_prompts
+        states = shared_prompt_states(self.model, rollout) if shared else self._separate_states(rollout)
         if states.device.type == "cpu" and not states[rollout.completion_mask].isfinite().all():
             raise DivergedError("the policy's hidden states must be finite; got NaN or inf")
         return states

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_fused import head_hidden_states
+from grpo_fused.heads.modules import base_model
 from grpo_fused.rollouts.engine import first_of_prompts, length_mask
 from grpo_fused.rollouts.huggingface import layer_kinds
 from grpo_fused.trainer.rollout import Rollout
@@ -27,13 +28,12 @@ def prompt_groups(rollout: Rollout) -> list[range]:
     return [range(*pair) for pair in pairwise([*starts, len(rollout.prompt_ids)])]
 
 
-def shared_prompt_states(model: nn.Module, rollout: Rollout, *, additive_mask: bool) -> Tensor:
+def shared_prompt_states(model: nn.Module, rollout: Rollout) -> Tensor:
     """[B, T, H]: position t holds the state that predicts `completion_ids[:, t]`; masked positions may hold anything.
 
     Args:
         model: Causal LM that `check_shared_prompts` accepts, wrapped or not.
         rollout: B sequences, those of one prompt side by side.
-        additive_mask: The attention mask as numbers to add (0 or the lowest), not as bools.
     """
     device, groups = rollout.prompt_ids.device, prompt_groups(rollout)
     lengths = rollout.completion_mask.sum(1).tolist()
@@ -58,17 +58,12 @@ def shared_prompt_states(model: nn.Module, rollout: Rollout, *, additive_mask: b
     # padding sees the prompt: no softmax is over nothing
     seen &= there.unsqueeze(1) & torch.ones(width, width, dtype=torch.bool, device=device).tril()
     mask = seen.unsqueeze(1)
-    if additive_mask:
-        lowest = torch.finfo(torch.float32).min
-        mask = torch.where(mask, 0.0, lowest)
+    # SDPA takes bools; others add the mask to the scores
+    if getattr(base_model(model).config, "_attn_implementation", None) != "sdpa":
+        mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
     states = head_hidden_states(model, input_ids, mask, position_ids=position_ids)
     group_of = torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
     return states.flatten(0, 1)[(index + width * group_of.unsqueeze(1)).to(device)]
-
-
-def uses_additive_mask(model: PreTrainedModel) -> bool:
-    """Whether the model adds its attention mask to the scores; SDPA takes bools."""
-    return getattr(model.config, "_attn_implementation", None) != "sdpa"
 
 
 def check_shared_prompts(model: PreTrainedModel, separate: Any) -> None:
@@ -92,7 +87,7 @@ def check_shared_prompts(model: PreTrainedModel, separate: Any) -> None:
     results: list[list[Tensor]] = []
     wanted = separate(rollout)
     try:
-        shared = shared_prompt_states(model, rollout, additive_mask=uses_additive_mask(model))
+        shared = shared_prompt_states(model, rollout)
     except Exception as error:
         raise ValueError(
             f"share_prompts needs a model that takes a mask of four dimensions; {type(model).__name__} raises {error!r}"

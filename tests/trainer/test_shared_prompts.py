@@ -20,7 +20,6 @@ from grpo_fused.trainer.shared_prompts import (
     check_shared_prompts,
     prompt_groups,
     shared_prompt_states,
-    uses_additive_mask,
 )
 
 VOCAB = 97
@@ -71,7 +70,7 @@ def test_states_and_gradients_are_those_of_separate_sequences(name, attention):
     found = []
     for states in (
         separate(model, rollout),
-        shared_prompt_states(model, rollout, additive_mask=uses_additive_mask(model)),
+        shared_prompt_states(model, rollout),
     ):
         model.zero_grad()
         states = states[rollout.completion_mask]
@@ -97,7 +96,7 @@ def test_fewer_tokens_pass_through_the_model():
     model.model.register_forward_pre_hook(
         lambda _m, _a, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
     )
-    shared_prompt_states(model, rollout, additive_mask=False)
+    shared_prompt_states(model, rollout)
     assert seen == [(1, 50 + 8 * 5)]
     assert rollout.prompt_ids.numel() + rollout.completion_ids.numel() == 8 * 55
 
