@@ -401,9 +401,7 @@ def _module_of(file: Path) -> ModuleType:
     stem = "".join(c if c.isalnum() else "_" for c in file.stem)
     name = f"{stem}_{sha256(bytes(file) + file.read_bytes()).hexdigest()}"
     if name not in sys.modules:
-        spec = spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
+        spec: Any = spec_from_file_location(name, file)
         sys.modules[name] = module = module_from_spec(spec)
         if str(file.parent) not in sys.path:
             sys.path.append(str(file.parent))
