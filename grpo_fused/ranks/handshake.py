@@ -118,7 +118,7 @@ def agree(
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     # the size is the same for all operators
     sent = [digest, int(failure is not None), *numbers, *[0] * (_NUMBERS - len(numbers))]
-    rows = all_gather("agreement", torch.tensor(sent, dtype=torch.int64, device=device_of(group)), group).tolist()
+    rows = all_gather(torch.tensor(sent, dtype=torch.int64, device=device_of(group)), group).tolist()
     numbers_of_ranks = [row[2:] for row in rows]
     if failure is None and not any(failed for _, failed, *_ in rows):
         failure = _attempt(check, numbers_of_ranks)  # if the digests are equal, the result is the same on all ranks

@@ -17,10 +17,8 @@ metrics are those of one process.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,40 +91,8 @@ def _resolve(name: str) -> dist.ProcessGroup | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-@dataclass
-class Traffic:
-    """Collectives of this process in a `counting` block: calls of each kind, and numbers that it sent."""
-
-    calls: Counter[str] = field(default_factory=Counter)
-    numbers: Counter[str] = field(default_factory=Counter)
-
-
-_counters: list[Traffic] = []
-
-
-@contextmanager
-def counting() -> Iterator[Traffic]:
-    """Count the collectives in the block, by kind.
-
-    `statistics`, `hidden gradient`, `objective`, `agreement`, `sizes`, `status`.
-    """
-    traffic = Traffic()
-    _counters.append(traffic)
-    try:
-        yield traffic
-    finally:
-        _counters.remove(traffic)
-
-
-def _count(kind: str, x: Tensor) -> None:
-    for traffic in _counters:
-        traffic.calls[kind] += 1
-        traffic.numbers[kind] += x.numel()
-
-
-def all_gather(kind: str, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[P, ...]: `x` of every rank, counted under `kind`."""
-    _count(kind, x)
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[P, ...]: `x` of every rank."""
     out = x.new_empty((dist.get_world_size(group), *x.shape))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
     gather(out.view(-1), x.contiguous().view(-1), group=group)
@@ -180,16 +146,16 @@ class _Ranks:
         if not self._meets:
             return
         failed = torch.tensor([int(failure is not None)], device=device_of(self.group))
-        if not all_gather("status", failed, self.group).any():
+        if not all_gather(failed, self.group).any():
             return
         reasons = gather_objects(self.group, reason_of(failure))
         if failure is None:
             raise PeerError.of({rank: why for rank, why in enumerate(reasons) if why is not None}, self.group)
 
-    def all_gather(self, kind: str, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """[P, ...]: `x` of every rank, unless one has failed."""
         self.meet()
-        return all_gather(kind, x, self.group)
+        return all_gather(x, self.group)
 
 
 class VocabParallel(_Ranks):
@@ -212,7 +178,7 @@ class VocabParallel(_Ranks):
         parts = [local.max.masked_fill(empty, -math.inf), local.log_sum.masked_fill(empty, 0.0), logp]
         if local.entropy is not None:  # sum of p (z - max), p and max of this rank
             parts.append((local.log_sum - local.entropy).masked_fill(empty, 0.0))
-        every = self.all_gather("statistics", torch.stack(parts))
+        every = self.all_gather(torch.stack(parts))
         m, owner = every[:, 0].max(0, keepdim=True)
         shift = (every[:, 0] - m).clamp(min=LOWEST_LOG_P)
         # as within a row: the term of the maximum, 1, is left out of the sum
@@ -227,12 +193,12 @@ class VocabParallel(_Ranks):
 
     def first_of(self, x: Tensor) -> Tensor:
         """`x` (bool) where no rank before this one has True."""
-        return x & ~self.all_gather("statistics", x.to(torch.uint8))[: self.rank].any(0)
+        return x & ~self.all_gather(x.to(torch.uint8))[: self.rank].any(0)
 
     def smallest(self, count: int) -> int:
         """The minimum of `count` over the ranks: larger slices have room for fewer tokens; chunks must be equal."""
         count = min(count, 2**62)
-        return int(self.all_gather("sizes", torch.tensor([count], device=self.owned.device)).min())
+        return int(self.all_gather(torch.tensor([count], device=self.owned.device)).min())
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
         """Start the sum of `x` over the ranks, in fp32 at least; the returned function waits for it and returns it.
@@ -242,7 +208,7 @@ class VocabParallel(_Ranks):
         dtype = x.dtype
         wide = x.to(torch.promote_types(dtype, torch.float32))
         self.meet()
-        _count("hidden gradient", wide)
+
         work = dist.all_reduce(wide, group=self.group, async_op=True)
 
         def finish() -> Tensor:
@@ -281,7 +247,7 @@ class TokenParallel(_Ranks):
         longest = max(self.token_counts)
         padded = x.new_zeros((longest, *x.shape[1:]))
         padded[: x.shape[0]] = x
-        every = self.all_gather("objective", padded)
+        every = self.all_gather(padded)
         joined = torch.cat([part[:count] for part, count in zip(every, self.token_counts, strict=True)])
         return joined if self.order is None else joined[self.order]
 
@@ -297,11 +263,11 @@ class TokenParallel(_Ranks):
 
     def add(self, x: Tensor) -> Tensor:
         """`x` summed over the ranks, in their order."""
-        return self.all_gather("objective", x).sum(0)
+        return self.all_gather(x).sum(0)
 
     def sum(self, count: int, device: torch.device) -> int:
         """`count` summed over the ranks."""
-        return int(self.all_gather("sizes", torch.tensor([count], device=device)).sum())
+        return int(self.all_gather(torch.tensor([count], device=device)).sum())
 
 
 def whole(x: Tensor, process_group: dist.ProcessGroup | ParallelGroups | None) -> Tensor:

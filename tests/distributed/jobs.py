@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from distributed.traffic import Traffic, counting
 from helpers import Case, Result, pack
 
 from grpo_fused import (
@@ -20,10 +21,10 @@ from grpo_fused import (
 from grpo_fused.api import pipeline
 from grpo_fused.engines.chunked import Slab
 from grpo_fused.engines.rows import TorchRows
-from grpo_fused.ranks.parallel import VocabParallel, counting
+from grpo_fused.ranks.parallel import VocabParallel
 
 
-def plain(result: Result, traffic: Any) -> dict[str, Any]:
+def plain(result: Result, traffic: Traffic) -> dict[str, Any]:
     """Tensors as arrays, to send between processes."""
     out = result.out
     values = {"loss": out.loss, "logps": out.per_token_logps, **result.gradients(), **out.metrics}
