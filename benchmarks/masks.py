@@ -40,8 +40,8 @@ from benchmarks.qwen2 import small_qwen2
 from benchmarks.study import Section, main
 from grpo_fused import CandidateSets
 from grpo_fused.heads.patches import Patches
-from grpo_fused.rollouts import vllm as integration
-from grpo_fused.rollouts.vllm import candidates_of
+from grpo_fused.rollouts import vllm_outputs as integration
+from grpo_fused.rollouts.vllm_outputs import candidates_of
 from grpo_fused.trainer import Sampling, VLLMEngine
 from tests.with_vllm.runner_v2 import interpret
 

@@ -19,16 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_fused.ranks.parallel import whole
+from grpo_fused.rollouts import vllm_outputs
 from grpo_fused.rollouts.engine import Generation, Sampling, check_room
 from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.rollouts.vllm_logprobs import ExactLogprobs
-from grpo_fused.rollouts.vllm_outputs import (
-    MOST_CANDIDATES,
-    candidates_of,
-    most_likely,
-    sampled_logprobs,
-    scores_of,
-)
 
 OLDEST, NEWEST = "0.32", "0.33"
 """Of the releases of vLLM whose `reload_weights` takes tensors, the first and the last that were tested."""
@@ -125,7 +119,7 @@ class VLLMEngine:
             model=model,
             gpu_memory_utilization=gpu_memory_utilization,
             logprobs_mode="processed_logprobs",  # after temperature and truncation, as they sampled
-            **({"max_logprobs": MOST_CANDIDATES, "load_format": "dummy"} | options),
+            **({"max_logprobs": vllm_outputs.MOST_CANDIDATES, "load_format": "dummy"} | options),
         )
         self.masks: bool = self.llm.model_config.return_sampling_mask
         self.vocab_size = self.llm.model_config.get_vocab_size()
@@ -213,14 +207,14 @@ class VLLMEngine:
         completions = [completion for output in outputs for completion in output.outputs]
         sets, scores = None, None
         if sampling.truncates:
-            sets = [candidates_of(completion, checked=self.exact_logprobs) for completion in completions]
+            sets = [vllm_outputs.candidates_of(completion, checked=self.exact_logprobs) for completion in completions]
         if sampling.records == "mask" and sets is not None:
-            scores = [scores_of(completion, own) for completion, own in zip(completions, sets, strict=True)]
+            scores = [vllm_outputs.scores_of(*each) for each in zip(completions, sets, strict=True)]
         elif sampling.records == "top_k":
-            scores = [most_likely(completion, sampling.num_alternatives) for completion in completions]
+            scores = [vllm_outputs.most_likely(completion, sampling.num_alternatives) for completion in completions]
         return Generation.of_lists(
             [list(completion.token_ids) for completion in completions],
-            [sampled_logprobs(completion) for completion in completions],
+            [vllm_outputs.sampled_logprobs(completion) for completion in completions],
             sampling.pad_token_id,
             sets,
             scores,
@@ -275,8 +269,8 @@ class VLLMEngine:
             top_k = sampling.top_k or self.vocab_size  # vLLM wants one
         if sampling.truncates and (sampling.records == "mask" or not self.masks):
             # top_k keeps all tokens that are as likely as the k-th: many, in bf16
-            most = 2 * sampling.top_k + 16 if sampling.top_k else MOST_CANDIDATES
-            logprobs = min(most, MOST_CANDIDATES, self.vocab_size)
+            most = 2 * sampling.top_k + 16 if sampling.top_k else vllm_outputs.MOST_CANDIDATES
+            logprobs = min(most, vllm_outputs.MOST_CANDIDATES, self.vocab_size)
         return self.vllm.SamplingParams(
             n=sampling.num_generations,
             max_tokens=sampling.max_completion_length,

@@ -24,6 +24,7 @@ from grpo_fused.rewards.calling import RewardError
 from grpo_fused.rollouts.engine import RolloutEngine
 from grpo_fused.rollouts.errors import DivergedError, NonFiniteError
 from grpo_fused.rollouts.huggingface import HuggingFaceEngine
+from grpo_fused.trainer import setup
 from grpo_fused.trainer.checkpoint import CheckpointError, identity
 from grpo_fused.trainer.checkpointer import Checkpointer
 from grpo_fused.trainer.config import GRPOTrainerConfig
@@ -37,15 +38,6 @@ from grpo_fused.trainer.prompts import encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import Rollout
 from grpo_fused.trainer.sampler import Sampler
 from grpo_fused.trainer.scoring import reward_names, reward_weights_of
-from grpo_fused.trainer.setup import (
-    adamw,
-    check_accelerator,
-    check_saved,
-    embeddings_of,
-    length_check,
-    ready,
-    sampling_of,
-)
 from grpo_fused.trainer.update import Updater
 
 
@@ -121,7 +113,7 @@ class GRPOTrainer:
             project_dir=None if output_dir is None else str(output_dir),
         )
         check_processes(self.accelerator)
-        check_accelerator(self.accelerator, config)
+        setup.check_accelerator(self.accelerator, config)
         self.peers, self.log = Peers(self.accelerator), RunLog(config, self.accelerator, self.output_dir)
         processes, device = self.accelerator.num_processes, self.accelerator.device
         if config.prompts_per_step % processes:
@@ -134,18 +126,18 @@ class GRPOTrainer:
         self.reward_weights = torch.tensor(reward_weights_of(reward_functions, reward_weights), dtype=torch.float32)
         self._silent: set[str] = set()  # reward functions that were named for judging nothing
 
-        sampling = sampling_of(config, model, tokenizer)
-        encode = partial(encode_prompt, tokenizer, embeddings=embeddings_of(model))
-        rows = RowFilter(encode, config.max_prompt_length, length_check(engine, model, config), self.log.say)
+        sampling = setup.sampling_of(config, model, tokenizer)
+        encode = partial(encode_prompt, tokenizer, embeddings=setup.embeddings_of(model))
+        rows = RowFilter(encode, config.max_prompt_length, setup.length_check(engine, model, config), self.log.say)
         self.eval_rows = None if eval_dataset is None else rows.usable(eval_dataset, 1, "eval_dataset")
         self.batches = rows.batches(train_dataset, config.prompts_per_step, config.seed)
         check_same_rows(self.batches, self.eval_rows)
 
         # an engine that cannot run raises before the first rollout
         self.loss_engine = engines.choose(config.impl, device, model.dtype, model.config.get_text_config().hidden_size)
-        self.model = ready(model, config, device)
+        self.model = setup.ready(model, config, device)
         if self.output_dir is not None:
-            check_saved(model)
+            setup.check_saved(model)
         for function in reward_functions:
             if hasattr(function, "to"):  # a reward model
                 function.to(device)
@@ -155,7 +147,7 @@ class GRPOTrainer:
         if reference_model is model:
             raise ValueError("reference_model must be another model; got the policy itself (leave it out)")
         self.reference = None if config.loss.beta == 0 else Reference(self.policy, reference_model)
-        self.update = Updater(self.policy, self.reference, self.policy.prepare(adamw(model, config)), config)
+        self.update = Updater(self.policy, self.reference, self.policy.prepare(setup.adamw(model, config)), config)
         if engine is not None and not isinstance(engine, RolloutEngine):
             raise TypeError(
                 f"engine must have the methods generate and sync_weights (RolloutEngine); got {type(engine).__name__}"
