@@ -19,16 +19,8 @@ from torch import Tensor
 
 from grpo_fused.call.calls import CustomCall, LinearCall, LogprobsGradientCall, LossCall, layout_of, named
 from grpo_fused.call.validation import check_call_states, check_call_values
-from grpo_fused.ranks.parallel import (
-    ParallelGroups,
-    PeerError,
-    TokenParallel,
-    VocabParallel,
-    all_gather,
-    device_of,
-    gather_objects,
-    reason_of,
-)
+from grpo_fused.ranks import parallel
+from grpo_fused.ranks.parallel import ParallelGroups, PeerError, TokenParallel, VocabParallel
 
 _NUMBERS = 3
 """integers that ranks exchange with the digest"""
@@ -118,13 +110,13 @@ def agree(
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     # the size is the same for all operators
     sent = [digest, int(failure is not None), *numbers, *[0] * (_NUMBERS - len(numbers))]
-    rows = all_gather(torch.tensor(sent, dtype=torch.int64, device=device_of(group)), group).tolist()
+    rows = parallel.all_gather(torch.tensor(sent, device=parallel.device_of(group)), group).tolist()
     numbers_of_ranks = [row[2:] for row in rows]
     if failure is None and not any(failed for _, failed, *_ in rows):
         failure = _attempt(check, numbers_of_ranks)  # if the digests are equal, the result is the same on all ranks
     if all(row[:2] == [digest, 0] for row in rows):
         return numbers_of_ranks, failure
-    reports = gather_objects(group, (dict(what), reason_of(failure)))
+    reports = parallel.gather_objects(group, (dict(what), parallel.reason_of(failure)))
     reasons = {rank: reason for rank, (_, reason) in enumerate(reports) if reason is not None}
     if failure is not None:
         return numbers_of_ranks, failure

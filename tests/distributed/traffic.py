@@ -12,7 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fused.ranks import handshake, parallel
+from grpo_fused.ranks import parallel
 
 KINDS = {
     "merged": "statistics", "first_of": "statistics", "smallest": "sizes", "sum": "sizes", "gather": "objective",
@@ -51,7 +51,6 @@ def counting() -> Iterator[Traffic]:
 
     with (
         mock.patch.object(parallel, "all_gather", counted),
-        mock.patch.object(handshake, "all_gather", counted),
         mock.patch.object(parallel.VocabParallel, "start_sum", counted_sum),
     ):
         yield traffic
