@@ -30,8 +30,7 @@ def share_failures() -> Iterator[None]:
     Raises:
         PeerError: Another process failed; a RuntimeError.
     """
-    store = _store()
-    if store is not None:
+    if (store := _store()) is not None:
         with suppress(RuntimeError):  # a store that has ended is found later
             store.delete_key(f"{_KEY}{dist.get_rank()}")  # of an earlier block, which this process survived
     try:
@@ -39,8 +38,7 @@ def share_failures() -> Iterator[None]:
     except PeerError:
         raise
     except BaseException as failure:
-        store = _store()  # the block may have made the group
-        if store is None:
+        if (store := _store()) is None:  # the block may have made the group
             raise
         if (lost := _lost(failure)) is None:
             with suppress(RuntimeError):  # the store was in a process that has ended

@@ -120,8 +120,7 @@ def is_one_number(text: str) -> bool:
     `40+2`, `6*7`, `\\sqrt{16}`, `4 \\times 10^3` are not, nor is a fraction that is not in lowest terms: `84/2`.
     """
     text = text.strip().removesuffix(".").strip("$").strip()
-    wrapped = _WRAPPED.fullmatch(text)
-    if wrapped:
+    if wrapped := _WRAPPED.fullmatch(text):
         text = (wrapped[1] or wrapped[2] or "").strip()
     found = _ONE_NUMBER.fullmatch(text) if len(text) <= _MAX_CHARACTERS else None
     if not found:

@@ -80,8 +80,7 @@ def arguments_for(name: str, function: RewardFunction, batch: Batch) -> dict[str
     except (TypeError, ValueError):  # some callables of C have no signature
         return own
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    missing = [p.name for p in named if p.default is p.empty and p.name not in batch]
-    if missing:
+    if missing := [p.name for p in named if p.default is p.empty and p.name not in batch]:
         columns = sorted(set(batch) - set(GIVEN))
         raise ValueError(
             f"reward function {name!r} needs {' and '.join(map(repr, missing))}; "

@@ -62,7 +62,6 @@ def countdown_reward(
 def _exact(column: str, number: Any) -> Fraction:
     """A column's number without rounding; a float counts as its printed value, so that 0.1 is a tenth."""
     number = number.item() if hasattr(number, "item") else number  # a scalar tensor or a numpy number
-    exact = plain_number(digits_of(number))
-    if exact is None:
+    if (exact := plain_number(digits_of(number))) is None:
         raise TypeError(f"the {column} column must hold numbers; got {number!r:.200}")
     return exact

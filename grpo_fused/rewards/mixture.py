@@ -28,8 +28,7 @@ def only_for(function: RewardFunction, task: object, *, column: str = "task") ->
         if column not in batch:
             raise ValueError(f"expected a column {column!r}, which says what a sample's task is; got {sorted(batch)}")
         batch["completions"] = completions
-        chosen = [position for position, value in enumerate(batch[column]) if value == task]
-        if not chosen:
+        if not (chosen := [position for position, value in enumerate(batch[column]) if value == task]):
             return [None] * len(completions)
         judged = {
             key: [values[position] for position in chosen] if _is_column(values, len(completions)) else values

@@ -50,8 +50,7 @@ def built_in(name: str, **options: object) -> RewardFunction:
     function = BUILT_INS[name]
     parameters = inspect.signature(function).parameters.values()
     known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
+    if unknown := sorted(set(options) - set(known)):
         raise TypeError(
             f"the options of the {name} reward are {', '.join(known) or '(none)'}; got {', '.join(unknown)}"
         )

@@ -115,8 +115,7 @@ class _Sampler:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.own(*args, **kwargs)
-        table = output.logprobs_tensors
-        if table is not None:
+        if (table := output.logprobs_tensors) is not None:
             mask = getattr(output, "sampling_mask_tensors", None)  # of the model runner V2
             output.logprobs_tensors = table._replace(logprobs=self._exact(output.sampled_token_ids, table, mask))
         return output

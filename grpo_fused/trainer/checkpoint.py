@@ -177,8 +177,7 @@ def load_weights(checkpoint: Path, state: Mapping[str, Any], unwrapped: PreTrain
             ignore_mismatched_sizes=True,  # they are in the report
             output_loading_info=True,
         )
-    wrong = {kind: sorted(names)[:3] for kind, names in report.items() if names}
-    if wrong:
+    if wrong := {kind: sorted(names)[:3] for kind, names in report.items() if names}:
         raise CheckpointError(f"expected the weights of this model; got others (name, shape, expected shape): {wrong}")
     dcp.set_model_state_dict(model, loaded.state_dict(), options=dcp.StateDictOptions(full_state_dict=True))
 

@@ -169,8 +169,7 @@ class Checkpointer:
             cut_jsonl(newest.with_name("metrics.jsonl"), steps_done)
         left = "" if steps_done < self.config.steps else ": nothing is left to do"
         self.say(f"resumed from {newest}, {steps_done} of {self.config.steps} steps done{left}")
-        changes = checkpoint.changes(state["options"], checkpoint.options_of(self.config))
-        if changes:
+        if changes := checkpoint.changes(state["options"], checkpoint.options_of(self.config)):
             self.say("\n  ".join(["options that are not those of the checkpoint:", *changes]))
         return steps_done
 

@@ -103,8 +103,7 @@ def check_rows(rows: Sequence[Row], at_least: int, *, name: str = "train_dataset
         check_prompt(row["prompt"], where)
         if isinstance(row["prompt"], str) != isinstance(rows[0]["prompt"], str):
             raise ValueError(f"{where} must have a prompt in the form of row 0's, text or chat messages; got the other")
-    taken = RESERVED_COLUMNS & set(rows[0])
-    if taken:
+    if taken := RESERVED_COLUMNS & set(rows[0]):
         raise ValueError(f"{name} must not have a column that reward functions get anyway; got {sorted(taken)}")
 
 
@@ -348,8 +347,7 @@ def _read_named(name: str, subset: str | None, split: str, limit: int | None) ->
 
 
 def _read_file(path: Path) -> list[Row]:
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
+    if (reader := _READERS.get(path.suffix.lower())) is None:
         raise ValueError(f"expected a file that ends in {', '.join(_READERS)}; got {str(path)!r}")
     try:
         return list(reader(path))

@@ -64,8 +64,7 @@ def plot_run(run: Path, image: Path | None = None, title: str | None = None) -> 
 
     metrics = run / "metrics.jsonl" if run.is_dir() else run
     lines = read_jsonl(metrics)
-    panels = panels_of(lines)
-    if not panels:
+    if not (panels := panels_of(lines)):
         raise ValueError(f"{metrics} must hold the metrics of at least one step; it has {len(lines)} lines")
     image = image or metrics.with_name("curves.png")
     columns = min(4 if len(panels) > 6 else 3, len(panels))

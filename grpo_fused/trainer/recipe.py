@@ -387,8 +387,7 @@ def load_function(place: str, option: str = "function") -> Callable[..., Any]:
         found: Any = _module_of(Path(where).resolve()) if where.endswith(".py") else import_module(where)
     except Exception as error:
         raise ValueError(f"{must}, which {raised(error)}") from error
-    function = getattr(found, name, None)
-    if not callable(function):
+    if not callable(function := getattr(found, name, None)):
         raise ValueError(f"{must}, which has no function {name!r}")
     return function  # type: ignore[no-any-return]
 

@@ -157,8 +157,7 @@ def _check_records(generation: Generation, sampling: Sampling) -> None:
     if alternatives is None or len(alternatives.sets) != mask.numel():
         got = "none" if alternatives is None else len(alternatives.sets)
         raise ValueError(f"{what} alternatives for each of {mask.numel()} positions; got {got}")
-    lost = int((alternatives.sets.sizes[mask.reshape(-1)] == 0).sum())
-    if lost:
+    if lost := int((alternatives.sets.sizes[mask.reshape(-1)] == 0).sum()):
         raise ValueError(f"{what} alternatives of every token; {lost} have none")
 
 

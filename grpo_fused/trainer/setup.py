@@ -20,11 +20,9 @@ from grpo_fused.trainer.rollout import ending_token_ids
 
 def check_accelerator(accelerator: Accelerator, config: GRPOTrainerConfig) -> None:
     """Raises if a caller's accelerator would train in another way than the options say."""
-    found = accelerator.mixed_precision
-    if found != config.mixed_precision:
+    if (found := accelerator.mixed_precision) != config.mixed_precision:
         raise ValueError(f"accelerator must have mixed_precision={config.mixed_precision!r}, as config; got {found!r}")
-    steps = accelerator.gradient_accumulation_steps
-    if steps != 1:  # it would divide each gradient by them
+    if (steps := accelerator.gradient_accumulation_steps) != 1:  # it would divide each gradient by them
         raise ValueError(
             f"accelerator must have gradient_accumulation_steps=1 (micro_batch_tokens splits a rollout); got {steps}, "
             "from its argument or ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
