@@ -146,10 +146,9 @@ def default_of(option: Field[Any]) -> str:
 def type_text(hint: Any) -> str:
     """A type in the words of the errors."""
     words = {int: "an integer", float: "a number", bool: "true or false"} | reading.WORDS
-    kinds = reading.kinds_of(hint).items()
     return " or ".join(
         ", ".join(get_args(kind)) if origin is Literal else words.get(origin, "a mapping of options")
-        for origin, kind in kinds
+        for origin, kind in reading.kinds_of(hint).items()
     )
 
 

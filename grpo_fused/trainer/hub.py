@@ -22,8 +22,7 @@ def check_name(name: str, repo_type: str = "model") -> None:
     Raises:
         OSError: There is neither a folder nor a repository of this name, or the Hub cannot be reached.
     """
-    folder = Path(name).expanduser()
-    if folder.exists():
+    if (folder := Path(name).expanduser()).exists():
         return
     here = f"there is no folder {name!r}" + ("" if folder.is_absolute() else f" in {Path.cwd()}")
     try:
