@@ -52,7 +52,7 @@ class Sampler:
             rollout = rollout.to(self.peers.accelerator.device)
         ids = rollout.completions()
         repeated = [row for row in rows for _ in range(sampling.num_generations)]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = [str(self.tokenizer.decode(each, skip_special_tokens=True)) for each in ids]
         completions = [completion_for(row["prompt"], text) for row, text in zip(repeated, texts, strict=True)]
         timeout = self.updater.config.reward_timeout
         rewards = score_completions(self.reward_functions, repeated, completions, ids, timeout=timeout)
