@@ -208,7 +208,6 @@ class VocabParallel(_Ranks):
         dtype = x.dtype
         wide = x.to(torch.promote_types(dtype, torch.float32))
         self.meet()
-
         work = dist.all_reduce(wide, group=self.group, async_op=True)
 
         def finish() -> Tensor:

@@ -263,17 +263,19 @@ class RowFilter:
     def usable(self, dataset: Sequence[Row], at_least: int, name: str) -> Sequence[Row]:
         """The rows, checked; without those whose prompt is too long."""
         check_rows(dataset, at_least, name=name)
-        rows: list[Row] = []
+        kept: list[int] = []
         for position, row in enumerate(dataset):
             try:
                 if self.fits(row):
-                    rows.append(row)
+                    kept.append(position)
             except PromptError as error:
                 raise PromptError(f"row {position} of {name}: {error}") from error
-        if dropped := len(dataset) - len(rows):
-            self.say(f"dropped {dropped} of {len(dataset)} rows: their prompts have more than {self.longest} tokens")
-            check_rows(rows, at_least, name=f"{name} with prompts of at most {self.longest} tokens")
-        return rows if dropped else dataset
+        if not (dropped := len(dataset) - len(kept)):
+            return dataset
+        self.say(f"dropped {dropped} of {len(dataset)} rows: their prompts have more than {self.longest} tokens")
+        rows = [dataset[position] for position in kept]
+        check_rows(rows, at_least, name=f"{name} with prompts of at most {self.longest} tokens")
+        return rows
 
     def batches(self, dataset: Rows, size: int, seed: int) -> Batches | Stream:
         """Endless batches of the training data."""

@@ -136,7 +136,6 @@ class Updater:
             The metrics of all processes together, and the log-probs [B, T] of this process's rows.
         """
         config, device = self.config, self.accelerator.device
-
         logps = torch.zeros(rollout.completion_ids.shape, dtype=torch.float32, device=device)
         sums = torch.zeros(1 + len(AVERAGED), dtype=torch.float64, device=device)
         found: list[str] = []
