@@ -25,7 +25,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
@@ -189,24 +189,7 @@ class BuildNative(build_ext):
 
 
 setup(
-    packages=[
-        "grpo_fused",
-        "grpo_fused.engines",
-        "grpo_fused.api",
-        "grpo_fused.call",
-        "grpo_fused.heads",
-        "grpo_fused.integrations",
-        "grpo_fused.integrations.liger",
-        "grpo_fused.integrations.trl",
-        "grpo_fused.kernels",
-        "grpo_fused.objective",
-        "grpo_fused.objectives",
-        "grpo_fused.ranks",
-        "grpo_fused.rewards",
-        "grpo_fused.rollouts",
-        "grpo_fused.tools",
-        "grpo_fused.trainer",
-    ],
+    packages=[*find_packages(include=["grpo_fused", "grpo_fused.*"]), "grpo_fused.kernels"],
     package_dir={"grpo_fused.kernels": "kernels"},
     package_data={"grpo_fused": ["py.typed", "engines/measured.json"]},
     ext_modules=EXTENSIONS,
