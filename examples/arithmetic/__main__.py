@@ -29,24 +29,16 @@ REWARD_WEIGHTS = {"format": 0.2, "exact answer": 1.0}
 class Scale:
     """The size of a run."""
 
-    demonstrations: int
-    held_out: int
-    warmup_steps: int
-    warmup_batch_size: int
-    steps: int
-    prompts_per_step: int
-    num_generations: int
+    demonstrations: int = 3000
+    held_out: int = 400
+    warmup_steps: int = 300
+    warmup_batch_size: int = 64
+    steps: int = 80
+    prompts_per_step: int = 32
+    num_generations: int = 8
 
 
-FULL = Scale(
-    demonstrations=3000,
-    held_out=400,
-    warmup_steps=300,
-    warmup_batch_size=64,
-    steps=80,
-    prompts_per_step=32,
-    num_generations=8,
-)
+FULL = Scale()
 QUICK = Scale(
     demonstrations=200,
     held_out=20,
