@@ -27,6 +27,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from examples.arithmetic.evaluate import evaluate
 from examples.arithmetic.model import CHARACTERS, build_tokenizer
 from examples.arithmetic.task import split_questions
 from examples.arithmetic.warmup import warm_up
@@ -399,17 +400,10 @@ def _trl_names(loss: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in loss.items() if name != "max_completion_length"}
 
 
-@torch.no_grad()
 def accuracy(model: PreTrainedModel, recipe: Recipe) -> float:
     """The share of held-out problems whose greedy completion is right."""
-    data, words = data_of(recipe.task), tokenizer()
-    sampling = Sampling(
-        num_generations=1, max_completion_length=recipe.max_completion_length, eos_token_ids=(words.eos_token_id,),
-        pad_token_id=words.pad_token_id, greedy=True,
-    )  # fmt: skip
-    prompts = [words(row["prompt"]).input_ids for row in data.held_out]
-    ids, mask, *_ = HuggingFaceEngine(model, words).generate(prompts, sampling)
-    texts = [str(words.decode(row[kept], skip_special_tokens=True)) for row, kept in zip(ids, mask, strict=True)]
+    data, length = data_of(recipe.task), recipe.max_completion_length
+    texts = evaluate(model, tokenizer(), data.held_out, max_completion_length=length).completions
     return sum(data.judge(text, row) for text, row in zip(texts, data.held_out, strict=True)) / len(texts)
 
 
