@@ -10,7 +10,7 @@ import copy
 import random
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -260,14 +260,13 @@ def train(
     judge = Judge(recipe, data_of(recipe.task).rows(seed, number), model)
     rows = [{"prompt": row["prompt"], "index": index} for index, row in enumerate(judge.rows)]
     AcceleratorState._reset_state(reset_partial_state=True)  # a process may train in fp32 and then in bf16
-    metrics: list[dict[str, float]] = []
     if arm == "ours":
-        metrics = train_ours(recipe, seed, model, judge, rows, replay)
+        judge.seen.metrics = train_ours(recipe, seed, model, judge, rows, replay)
     else:
         train_trl(arm, recipe, seed, model, judge, rows)
     if judge.indices != list(range(number)):
         raise RuntimeError(f"{arm} must take the {number} problems in their order; it took {judge.indices[:20]}, ...")
-    return replace(judge.seen, metrics=metrics)
+    return judge.seen
 
 
 def adapted(model: PreTrainedModel, recipe: Recipe, seed: int) -> PreTrainedModel:
