@@ -98,16 +98,27 @@ def cut_model(model: Any, old: list[int]) -> None:
             setattr(config, f"{name}_token_id", renamed if isinstance(value, list) else renamed[0])
 
 
+def ids_of(tokenizer: Any, prompt: str, answer: str) -> Text:
+    """With an EOS."""
+    answered = tokenizer(answer, add_special_tokens=False).input_ids
+    return tokenizer(prompt).input_ids, [*answered, tokenizer.eos_token_id]
+
+
+def padded(texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
+    """Ids [B, L], padded on the right, and whether the token after each is one of a completion."""
+    ids = torch.zeros(len(texts), max(len(a) + len(b) for a, b in texts), dtype=torch.int64)
+    predicts = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(texts):
+        ids[row, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
+        predicts[row, len(prompt) - 1 : len(prompt) + len(completion) - 1] = True
+    return ids, predicts
+
+
 @torch.no_grad()
 def distributions(model: Any, texts: Sequence[Text]) -> Iterator[Tensor]:
     """[R, V] probabilities in fp32 of the next token, over all tokens of the completions, in parts."""
     for first in range(0, len(texts), BATCH):
-        rows = texts[first : first + BATCH]
-        ids = torch.zeros(len(rows), max(len(a) + len(b) for a, b in rows), dtype=torch.int64)
-        predicts = torch.zeros(ids.shape, dtype=torch.bool)
-        for row, (prompt, completion) in enumerate(rows):
-            ids[row, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
-            predicts[row, len(prompt) - 1 : len(prompt) + len(completion) - 1] = True
+        ids, predicts = padded(texts[first : first + BATCH])
         hidden = head_hidden_states(model, ids)[predicts]  # causal: no token sees the padding on its right
         for part in hidden.split(512):
             yield model.get_output_embeddings()(part).float().softmax(-1)
@@ -159,10 +170,7 @@ def cut(source: Path, folder: Path, texts: list[tuple[str, str]], length: int) -
 
     torch.manual_seed(0)
     tokenizer, model = AutoTokenizer.from_pretrained(source), AutoModelForCausalLM.from_pretrained(source).eval()
-    task = [
-        (tokenizer(prompt).input_ids, [*tokenizer(answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id])
-        for prompt, answer in texts
-    ]
+    task = [ids_of(tokenizer, prompt, answer) for prompt, answer in texts]
     order = torch.randperm(len(task)).tolist()
     chosen, other = ([task[i] for i in order[first : first + SAMPLED]] for first in (0, SAMPLED))
     drawn = sampled(model, tokenizer, [prompt for prompt, _ in chosen], length)

@@ -38,6 +38,7 @@ import torch
 
 from benchmarks.child import in_child
 from benchmarks.equivalence import statistics_of
+from benchmarks.gemma_cut import ids_of, padded
 from benchmarks.memory import peak_of_process
 from benchmarks.results import load, machine, processor
 from benchmarks.seeds import Arm, Line, Seeds, each_run
@@ -140,17 +141,12 @@ def start(model: Path, folder: Path, examples: int) -> None:
     problem = problems(TASK, TASK_OPTIONS, seed=STARTING_SEED)
     for first in range(0, examples, BATCH):
         rows = [problem(index) for index in range(first, min(first + BATCH, examples))]
-        asked = [tokenizer(prompt_of(row)).input_ids for row in rows]
-        answered = [tokenizer(worked(row), add_special_tokens=False).input_ids for row in rows]
-        width = max(len(a) + len(b) for a, b in zip(asked, answered, strict=True)) + 1
-        ids = torch.full((len(rows), width), tokenizer.eos_token_id)
-        trained = torch.zeros(len(rows), width - 1, dtype=torch.bool)
-        for row, (a, b) in enumerate(zip(asked, answered, strict=True)):
-            ids[row, : len(a) + len(b)] = torch.tensor(a + b)
-            trained[row, len(a) - 1 : len(a) + len(b)] = True  # and the EOS
+        ids, trained = padded([ids_of(tokenizer, prompt_of(row), worked(row)) for row in rows])
         with torch.autocast("cpu", torch.bfloat16):
             hidden = head_hidden_states(policy, ids)  # causal: no token sees the padding on its right
-            scores = fused_linear_logprobs(hidden[:, :-1], token_ids=ids[:, 1:], mask=trained, **lm_head_inputs(policy))
+            scores = fused_linear_logprobs(
+                hidden[:, :-1], token_ids=ids[:, 1:], mask=trained[:, :-1], **lm_head_inputs(policy)
+            )
         loss = -scores.logps.sum() / trained.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
