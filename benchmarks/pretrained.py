@@ -108,10 +108,6 @@ class Clock:
         total = time.process_time() - self.started
         other = total - sum(self.seconds.values())
         append_jsonl(self.file, {"step": step, "seconds": total, **self.seconds, "other": other, **metrics})
-        self.restart()
-
-    def restart(self) -> None:
-        """Starts a step now."""
         self.seconds, self.started = Counter(), time.process_time()
 
     def _passed(self, part: str) -> None:
