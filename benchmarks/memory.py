@@ -35,15 +35,10 @@ from benchmarks.timing import MIB
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
-def of_call(case: Case, provider: str, device: str) -> dict[str, Any]:
-    """The figure, or {"failed": reason}. A GPU's allocator counts in any process."""
+def of_call(case: Case, provider: str, device: str, *, timeout_s: float = 300.0) -> dict[str, Any]:
+    """The figure, or {"failed": reason}. A GPU's allocator counts in any process, a CPU's case takes a fresh one."""
     if device == "cuda":
         return attempt(asdict(case), provider, device)
-    return in_fresh_process(case, provider, device, timeout_s=300)
-
-
-def in_fresh_process(case: Case, provider: str, device: str, *, timeout_s: float) -> dict[str, Any]:
-    """The figure, or {"failed": reason}."""
     try:
         return in_child("benchmarks.memory:attempt", asdict(case), provider, device, timeout_s=timeout_s)
     except subprocess.TimeoutExpired:

@@ -125,7 +125,7 @@ def test_memory_on_a_gpu_is_counted_in_this_process(monkeypatch):
     from cuda_double import cuda_double
 
     case, eager = Case(2, 64, 32, 2048, "fp32"), {"eager": PROVIDERS["eager"]}
-    monkeypatch.setattr(memory, "in_fresh_process", None)
+    monkeypatch.setattr(memory, "in_child", None)
     monkeypatch.setattr(measure, "available", lambda *_: eager)
     monkeypatch.setattr(measure, "copy_bandwidth", lambda *_: 1.0)
     with cuda_double():
@@ -206,7 +206,7 @@ def test_rounds_are_interleaved():
 def test_peak_memory_of_a_fresh_process():
     """All logits are 64 MiB here, and eager holds several such at once."""
     case = Case(2, 128, 32, 65536, "fp32")
-    found = memory.in_fresh_process(case, "eager", "cpu", timeout_s=120)
+    found = memory.of_call(case, "eager", "cpu", timeout_s=120)
     assert found["resident"] is None or 2 * 64 <= found["resident"] <= 5 * 64 + 40
 
 
@@ -227,6 +227,6 @@ def test_the_peak_of_a_child_is_its_own():
     ids=["time-out", "out of memory"],
 )
 def test_a_process_that_gives_no_result_is_reported(case, timeout_s, reason):
-    found = memory.in_fresh_process(case, "eager", "cpu", timeout_s=timeout_s)
+    found = memory.of_call(case, "eager", "cpu", timeout_s=timeout_s)
     assert found.keys() == {"failed"}
     assert reason in found["failed"]

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("cpu_extension")
 def test_small_mode_writes_a_result(tmp_path, monkeypatch):
     plan = cpu.SMALL[0]._replace(peers=("eager", "trl"))
     monkeypatch.setattr(cpu, "SMALL", [plan])
-    monkeypatch.setattr("benchmarks.memory.in_fresh_process", lambda case, name, device, timeout_s: {"resident": 1.0})
+    monkeypatch.setattr("benchmarks.memory.in_child", lambda function, *arguments, timeout_s: {"resident": 1.0})
     out = tmp_path / "r.json"
     main("cpu", ["--small", "--rounds", "2", "--out", str(out)])
     run = load(out)
