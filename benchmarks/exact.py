@@ -17,8 +17,6 @@ GRADIENT_TOLERANCE = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 
 or factor gives 1e-1. Heads of bf16 reach 5e-3, and 3e-2 where log-probs are rounded to bf16 as well,
 as by PyTorch's linear_cross_entropy; TF32 products reach 1e-3."""
 OUR_GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 1e-2}
-OUR_LOGP_TOLERANCE = LOGP_BOUND
-"""Bound for our engines; the peers' bf16 heads have errors of 1e-2 to 1e-1, which are reported and accepted."""
 
 
 class Exact(NamedTuple):
@@ -82,7 +80,7 @@ def wrong(errors: dict[str, float], dtype: torch.dtype, *, ours: bool) -> str | 
     """Why a result with these errors is wrong, or None."""
     for name, error in errors.items():
         if name == "logp":
-            allowed = OUR_LOGP_TOLERANCE if ours else math.inf
+            allowed = LOGP_BOUND if ours else math.inf  # the peers' bf16 heads: 1e-2 to 1e-1, which are reported
         else:
             allowed = (OUR_GRADIENT_TOLERANCE if ours else GRADIENT_TOLERANCE)[dtype]
         if not error <= allowed:  # NaN is wrong, too
