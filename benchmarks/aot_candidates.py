@@ -40,5 +40,5 @@ def table() -> list[dict[str, Any]]:
         compiled = compile_kernel(
             kernel, arch, types, sizes, set(types) - {"count"}, num_warps=num_warps, enable_fp_fusion=True
         )
-        rows.append({"kernel": name, "arch": arch, "dtype": dtype, **resources(compiled, arch)._asdict()})
+        rows.append({"kernel": name, "arch": arch, "dtype": dtype, **resources(compiled, arch)})
     return rows

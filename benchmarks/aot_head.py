@@ -203,7 +203,7 @@ def inspect(variant: Variant) -> dict[str, Any]:
     - `instructions` of a thread for the row work of a logit (sm_90 only)
     """
     compiled = compile_variant(variant)
-    found = {**resources(compiled, variant.arch)._asdict(), "tma": False, "serialized": False, "instructions": None}
+    found = {**resources(compiled, variant.arch), "tma": False, "serialized": False, "instructions": None}
     if variant.arch.startswith("gfx"):
         text = compiled.asm["amdgcn"]
         names, found["narrow_stores"] = {"v_mfma": "mfma"}, text.count("store_short")

@@ -78,18 +78,15 @@ def inspect(variant: Variant) -> dict[str, Any]:
     """Compile `variant`: its resources, the bits of its widest load, and whether every store of the in-place loop comes
     after a barrier that comes after the load."""
     compiled = compile_variant(variant)
-    found = resources(compiled, variant.arch)._asdict()
     if variant.arch.startswith("gfx"):
-        text = compiled.asm["amdgcn"]
-        widest = max((32 * int(n or 1) for n in re.findall(r"(?:global|buffer)_load_dword(?:x(\d))?", text)), default=0)
-        return found | {"widest_load_bits": widest, "barrier_before_store": True}
-    ptx = compiled.asm["ptx"]
-    return found | {"widest_load_bits": _widest_load(ptx), "barrier_before_store": barriers_hold(ptx)}
-
-
-def _widest_load(ptx: str) -> int:
-    widths = [int(v or 1) * int(b) for v, b in re.findall(r"ld\.global[\w.]*?(?:\.v(\d))?\.[bf](\d+)", ptx)]
-    return max(widths, default=0)
+        loads = re.findall(r"(?:global|buffer)_load_dword(?:x(\d))?", compiled.asm["amdgcn"])
+        widths, safe = [32 * int(n or 1) for n in loads], True
+    else:
+        ptx = compiled.asm["ptx"]
+        loads = re.findall(r"ld\.global[\w.]*?(?:\.v(\d))?\.[bf](\d+)", ptx)
+        widths, safe = [int(v or 1) * int(b) for v, b in loads], barriers_hold(ptx)
+    found = {"widest_load_bits": max(widths, default=0), "barrier_before_store": safe}
+    return resources(compiled, variant.arch) | found
 
 
 def barriers_hold(ptx: str) -> bool:

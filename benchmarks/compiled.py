@@ -8,22 +8,10 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 SHARED_LIMIT = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 """KiB of shared memory (LDS) that a program may use."""
-
-
-class Resources(NamedTuple):
-    """The resources that a program takes of a multiprocessor."""
-
-    registers: int
-    """of a thread"""
-    stack: int
-    """bytes of a thread that spilled; for AMD, registers"""
-    shared_kib: float
-    num_warps: int
-    """with those that warp specialisation adds"""
 
 
 def compile_kernel(
@@ -59,18 +47,20 @@ def compile_kernel(
     return triton.compile(source, target=target, options=options)
 
 
-def resources(compiled: Any, arch: str) -> Resources:
-    """From ptxas (`cuobjdump`) or the AMD assembler, and Triton's metadata."""
-    shared, warps = compiled.metadata.shared / 1024, compiled.metadata.num_warps
+def resources(compiled: Any, arch: str) -> dict[str, float]:
+    """What a program takes of a multiprocessor: from ptxas (`cuobjdump`) or the AMD assembler, and Triton's metadata.
+
+    `registers` of a thread; `stack`, the bytes of a thread that spilled, for AMD registers; `shared_kib`; `num_warps`,
+    with those that warp specialisation adds.
+    """
     if arch.startswith("gfx"):
-        text = compiled.asm["amdgcn"]
-        registers = int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1])  # type: ignore[index]
-        spilled = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1])  # type: ignore[index]
-        return Resources(registers, spilled, shared, warps)
-    text = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+        text, pattern = compiled.asm["amdgcn"], r"\.vgpr_count:\s+(\d+)\s+\.vgpr_spill_count:\s+(\d+)"
+    else:
+        text, pattern = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage"), r"REG:(\d+) STACK:(\d+)"
+    found = re.search(pattern, text)
     assert found is not None, text
-    return Resources(int(found[1]), int(found[2]), shared, warps)
+    shared, warps = compiled.metadata.shared / 1024, compiled.metadata.num_warps
+    return {"registers": int(found[1]), "stack": int(found[2]), "shared_kib": shared, "num_warps": warps}
 
 
 def machine_code(compiled: Any) -> str:
