@@ -83,12 +83,8 @@ def providers(device: str, dtype: torch.dtype) -> dict[str, Callable[[Problem], 
         impl: lambda p, impl=impl: p.score(impl)  # type: ignore[misc]
         for impl in engines_of(device, dtype)
     }
-    for name, shown in (("eager", "eager"), ("trl", "TRL")):
-        logps = PROVIDERS[name].logps
-        if logps is not None and PROVIDERS[name].unavailable(device) is None:
-            runnable[shown] = logps
-    if PROVIDERS["liger"].unavailable(device) is None:
-        runnable["Liger"] = liger_logps
+    peers = {"eager": PROVIDERS["eager"].logps, "TRL": PROVIDERS["trl"].logps, "Liger": liger_logps}
+    runnable |= {name: f for name, f in peers.items() if PROVIDERS[name.lower()].unavailable(device) is None}
     if hasattr(F, "linear_cross_entropy"):  # torch 2.13
         runnable["linear_cross_entropy"] = torch_logps
     return runnable
