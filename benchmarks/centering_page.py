@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from benchmarks.centering_tail import share
 from benchmarks.equivalence import values_of
 from benchmarks.learning_page import SMOOTH, band, differences, names, points, runs_of, smooth
 from benchmarks.results import Run
@@ -56,7 +57,7 @@ def _biases(bias: Section) -> str:
     rows = [
         [
             f"{row['mismatch']:g}", "none" if row["cap"] > NO_CAP else f"{row['cap']:g}",
-            *(_error(row[name]["mean"]) for name in ("tis", "tis_baseline", "centered")),
+            *(share(row[name]["mean"]) for name in ("tis", "tis_baseline", "centered")),
         ]
         for row in bias["rows"]
     ]  # fmt: skip
@@ -67,10 +68,6 @@ def _biases(bias: Section) -> str:
         "standard deviation of what the sampler's logits have in addition; the baseline is the mean reward under the "
         "sampler. In expectation centering is that baseline.",
     )
-
-
-def _error(mean: float) -> str:
-    return f"{mean:.2%}" if mean > 1e-9 else "0"
 
 
 def plot(section: Section) -> Figure:
