@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.results import Device, Run, where
 from benchmarks.side_by_side import CHUNK, SHAPES, engines_of, gradients_of, scratch_bytes, step
 from benchmarks.study import Section, main
-from benchmarks.tables import page
+from benchmarks.tables import page, title
 from benchmarks.timing import bare_gemms, times_by_round, with_ratios
 from grpo_fused import CandidateSets, fused_linear_objective, objectives
 from grpo_fused.testing import frobenius_error
@@ -112,8 +112,8 @@ def run(device: Device = "cpu", rounds: int = 5) -> Iterator[Section]:
 
 def table(section: Section, run: Run) -> str:
     """Times, ratios to the bare products, and memory."""
-    sizes = f"N = {section['N']}, H = {section['H']}, V = {section['V']}"
-    return page(section, f"bf16, {sizes}, K alternatives of each token. {where(run)}.", 3)
+    problem = title(section | {"dtype": "bf16"})
+    return page(section, f"{problem}, K alternatives of each token. {where(run)}.", 3)
 
 
 if __name__ == "__main__":
