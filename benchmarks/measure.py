@@ -66,9 +66,7 @@ def check(provider: Provider, problem: Problem, exact: Exact) -> dict[str, float
     return errors
 
 
-def measure(
-    case: Case, device: str, providers: dict[str, Provider], *, rounds: int, warmup: int | None = None
-) -> dict[str, Any]:
+def measure(case: Case, device: str, providers: dict[str, Provider], *, rounds: int) -> dict[str, Any]:
     """Errors, times and ratios of forward + backward and of scoring."""
     torch.compiler.reset()  # or the compilations of other shapes count towards this one's limit
     problem = case.problem(device)
@@ -86,8 +84,7 @@ def measure(
             calls["forward_backward"][name] = call_of(provider, "forward_backward", problem)
             if provider.logps is not None:
                 calls["scoring"][name] = call_of(provider, "scoring", problem)
-    if warmup is None:
-        warmup = 2 if device == "cuda" else 0  # on a CPU the check was the warm-up, and a call takes seconds
+    warmup = 2 if device == "cuda" else 0  # on a CPU the check was the warm-up, and a call takes seconds
     bare_ms = {}
     for what, by_name in calls.items():
         by_name[BASES[what]]()
