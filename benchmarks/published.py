@@ -11,12 +11,6 @@ without the sets must be its mean, and 1 with them. docs/published.md has the so
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing to compile for models of this size
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of an engine
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +21,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.accuracy import outside, quantiles
-from benchmarks.mismatch import TEXTS, engine_of, policy_of, score
+from benchmarks.mismatch import TEXTS, engine_of, policy_of, score  # which makes the settings of vLLM
 from benchmarks.study import Section, main
 from grpo_fused.heads.patches import Patches
 from grpo_fused.rollouts import vllm as integration
