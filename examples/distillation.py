@@ -21,7 +21,7 @@ from transformers import Qwen2ForCausalLM
 
 from examples.arithmetic.evaluate import evaluate
 from examples.arithmetic.model import build_model, build_tokenizer
-from examples.arithmetic.task import Split, scratch, split_questions
+from examples.arithmetic.task import Split, demonstrate, split_questions
 from examples.arithmetic.warmup import warm_up
 from grpo_fused import GRPOLossConfig
 from grpo_fused.rewards import exact_answer_reward, format_reward
@@ -37,8 +37,7 @@ def worked(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     for row in rows:
         operator = "+" if "+" in row["prompt"] else "-"
         a, b = row["prompt"].removesuffix("=").split(operator)
-        text = f"<think>{scratch(int(a), operator, int(b))}</think><answer>{row['answer']}</answer>"
-        shown.append({**row, "completion": text})
+        shown.append({**row, "completion": demonstrate(int(a), operator, int(b), worked=True)})
     return shown
 
 
