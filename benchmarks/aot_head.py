@@ -6,6 +6,9 @@ import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+from grpo_fused.kernels import head_configs
+
 from benchmarks import sass
 from benchmarks.compiled import compile_kernel, machine_code, resources
 from grpo_fused.engines.cpu_library import BASE_COLUMNS
@@ -86,8 +89,6 @@ class Variant:
     @property
     def config(self) -> Any:
         """The `HeadConfig` that this variant compiles."""
-        from grpo_fused.kernels import head_configs
-
         if self.table.startswith("candidate"):
             return head_configs.CANDIDATES[self.arch][int(self.table.split("-")[1])]
         table = _tables()[self.table][self.arch]
@@ -98,8 +99,6 @@ class Variant:
 
 def variants() -> list[Variant]:
     """Everything that ships, in every mode, with few options and with all; candidates as the tuner runs them."""
-    from grpo_fused.kernels import head_configs
-
     made = []
     for name, table in _tables().items():
         all_options = tuple(EXTRAS) if name == "extras" else ("plain", "full")
@@ -115,8 +114,6 @@ def variants() -> list[Variant]:
 
 
 def _tables() -> dict[str, Any]:
-    from grpo_fused.kernels import head_configs
-
     return {
         "bf16": head_configs.HEAD_CONFIGS, "fp32": head_configs.FP32_CONFIGS, "extras": head_configs.EXTRAS_CONFIGS
     }  # fmt: skip
@@ -124,54 +121,38 @@ def _tables() -> dict[str, Any]:
 
 def compile_variant(variant: Variant) -> Any:
     """Triton's compiled kernel, with the alignment that its tensors have at run time."""
-    if variant.mode in AROUND:
-        return _compile_small(variant)
-    from grpo_fused.kernels.head import head_fwd_kernel as kernel
-
-    config, full, mode = variant.config, variant.is_full, MODES[variant.mode]
-    constexprs = {
-        **variant.extras, "MODE": mode, "HAS_BIAS": full, "HAS_SOFTCAP": full and mode != 1, "HAS_TEMPERATURES": True,
-        "WITH_ENTROPY": mode < 2,
-        "HAS_DENTROPY": full and mode == 2, "HAS_ROW_OFFSETS": mode == 1, "TMA": config.tma, "EVEN_K": variant.even,
-        "E_SCALE": 1.0, "UPCAST": False, "BLOCK_N": config.block_n,
-        "BLOCK_V": config.block_v, "BLOCK_K": config.block_k, **({"out": None} if mode == 0 else {}),
-        **({"count_ptr": None} if mode == 2 or variant.dtype == "fp32" else {}),
-    }  # fmt: skip
-    types = _types(kernel)
-    for name, dtype, rows, cols in (
-        ("x", variant.dtype, config.block_n, config.block_k),
-        ("w", variant.weight_type, config.block_v, config.block_k),
-        ("out", variant.stored_type, config.block_n, config.block_v),
-    ):
-        types[name] = f"tensordesc<{dtype}[{rows}, {cols}]>" if config.tma else f"*{dtype}"
-    types |= dict.fromkeys(("x_ptr", "more_ptr"), f"*{variant.dtype}")
-    stages = config.num_stages if mode == 0 else config.store_stages
-    return compile_kernel(
-        kernel, variant.arch, types, constexprs, _aligned(kernel, types), num_warps=config.num_warps,
-        num_stages=stages, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def _compile_small(variant: Variant) -> Any:
-    import torch
     from grpo_fused.kernels import head
-    from grpo_fused.kernels.head_configs import finish_config, pass_config
 
-    device, full, config = torch.device("cuda"), variant.is_full, variant.config
-    flags = {
-        **variant.extras, "HAS_TEMPERATURES": True, "HAS_BIAS": full, "HAS_SOFTCAP": full, "HAS_DENTROPY": full,
-        "E_SCALE": 1.0, "WITH_ENTROPY": True, "EVEN_K": variant.even, "UPCAST": False,
+    config, full, mode, device = variant.config, variant.is_full, variant.mode, torch.device("cuda")
+    flags = {  # of all three kernels
+        **variant.extras, "HAS_BIAS": full, "HAS_SOFTCAP": full and mode != "exponentials", "HAS_TEMPERATURES": True,
+        "WITH_ENTROPY": mode != "dlogits", "HAS_DENTROPY": full and mode in ("dlogits", *AROUND), "E_SCALE": 1.0,
+        "UPCAST": False, "EVEN_K": variant.even, "BLOCK_V": config.block_v, "BLOCK_K": config.block_k,
     }  # fmt: skip
-    if variant.mode == "finish":
-        finish = finish_config(device, torch.float32 if variant.dtype == "fp32" else torch.bfloat16)
+    types = {"x_ptr": variant.dtype, "more_ptr": variant.dtype, "e_ptr": variant.dtype, "w_ptr": variant.weight_type}
+    types = {name: f"*{dtype}" for name, dtype in types.items()}
+    if mode == "finish":
+        finish = head_configs.finish_config(device, torch.float32 if variant.dtype == "fp32" else torch.bfloat16)
         kernel, options = head.finish_scores_fwd_kernel, finish.options
-        flags |= {"BLOCK_N": finish.block_n, "BLOCK_K": config.block_k}
-    else:
-        in_place = pass_config(device, config.block_v)
+        flags["BLOCK_N"] = finish.block_n
+    elif mode == "pass":
+        in_place = head_configs.pass_config(device, config.block_v)
         kernel, options = head.exponentials_bwd_kernel, {"num_warps": in_place.num_warps, "enable_fp_fusion": False}
-        flags |= {"TILES": in_place.tiles, "BLOCK_V": config.block_v}
-    types = _types(kernel) | dict.fromkeys(("x_ptr", "more_ptr", "e_ptr"), f"*{variant.dtype}")
-    types["w_ptr"] = f"*{variant.weight_type}"
+        flags["TILES"] = in_place.tiles
+    else:
+        stages = config.num_stages if mode == "score" else config.store_stages
+        kernel = head.head_fwd_kernel
+        options = {"num_warps": config.num_warps, "num_stages": stages, "enable_fp_fusion": False}
+        flags |= {"MODE": MODES[mode], "HAS_ROW_OFFSETS": mode == "exponentials", "TMA": config.tma}
+        flags |= {"BLOCK_N": config.block_n} | ({"out": None} if mode == "score" else {})
+        flags |= {"count_ptr": None} if mode == "dlogits" or variant.dtype == "fp32" else {}
+        for name, dtype, rows, cols in (
+            ("x", variant.dtype, config.block_n, config.block_k),
+            ("w", variant.weight_type, config.block_v, config.block_k),
+            ("out", variant.stored_type, config.block_n, config.block_v),
+        ):
+            types[name] = f"tensordesc<{dtype}[{rows}, {cols}]>" if config.tma else f"*{dtype}"
+    types = _types(kernel) | types
     return compile_kernel(kernel, variant.arch, types, flags, _aligned(kernel, types), **options)
 
 
