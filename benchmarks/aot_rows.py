@@ -17,6 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from grpo_fused.kernels.configs import ROW_CONFIGS
+
 from benchmarks.compiled import bundled_tool, compile_kernel, output_of, resources
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
@@ -41,8 +43,6 @@ class Variant:
 
 def variants() -> list[Variant]:
     """Every configuration that ships, with all options on and with none."""
-    from grpo_fused.kernels.configs import ROW_CONFIGS
-
     archs = [arch for arch in ROW_CONFIGS if arch != "interpreter"]
     made = []
     for arch, options in itertools.product(archs, ("plain", "full")):
@@ -55,7 +55,6 @@ def variants() -> list[Variant]:
 def compile_variant(variant: Variant, **changes: Any) -> Any:
     """Triton's compiled kernel for `variant` (with constexprs changed); a second or so each."""
     from grpo_fused.kernels import rows
-    from grpo_fused.kernels.configs import ROW_CONFIGS
 
     kernel = getattr(rows, variant.kernel)
     config = ROW_CONFIGS[variant.arch]
