@@ -19,22 +19,18 @@ from benchmarks.problem import PATTERNS, Case
 from benchmarks.providers import PEERS
 from benchmarks.study import Section, main
 
-
-def _plans() -> list[Plan]:
-    plans = []
-    for dtype in ("bf16", "fp32"):
-        plans += [
-            Plan(Case(4, 256, 896, 151936, dtype)),
-            Plan(Case(4, 256, 896, 151936, dtype, "half-inactive"), peers=()),
-            Plan(Case(10, 102, 896, 151936, dtype, "zero-advantage-40"), peers=()),
-            Plan(Case(8, 256, 2048, 32000, dtype)),
-            Plan(Case(1, 128, 896, 151936, dtype), peers=()),
-            Plan(Case(16, 256, 896, 151936, dtype), peers=()),
-        ]
-    return plans
-
-
-PLANS = _plans()
+PLANS = [
+    plan
+    for dtype in ("bf16", "fp32")
+    for plan in (
+        Plan(Case(4, 256, 896, 151936, dtype)),
+        Plan(Case(4, 256, 896, 151936, dtype, "half-inactive"), peers=()),
+        Plan(Case(10, 102, 896, 151936, dtype, "zero-advantage-40"), peers=()),
+        Plan(Case(8, 256, 2048, 32000, dtype)),
+        Plan(Case(1, 128, 896, 151936, dtype), peers=()),
+        Plan(Case(16, 256, 896, 151936, dtype), peers=()),
+    )
+]
 QUICK = [
     Plan(
         Case(4, 256, 896, 151936, "bf16"),
