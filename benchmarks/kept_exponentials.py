@@ -15,6 +15,7 @@ entry of dlogits, p - 1, is the largest of all tokens, relative.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -144,28 +145,22 @@ def error(found: Tensor, want: Tensor) -> float:
     return float((found - want).norm() / want.norm())
 
 
-def rows() -> list[dict[str, float | str]]:
+def rows() -> Iterator[list[str]]:
     """For each shape of the logits: errors of both."""
-    table: list[dict[str, float | str]] = []
     for deviation, margin in SHAPES:
-        case = Case.of(deviation, margin)
+        case, logits = Case.of(deviation, margin), f"sd {deviation:g}"
         want, once = exact(case), exact(case, rounded=True)
         for name, found in (("ours", ours(case)), ("QuACK's arithmetic", quack(case))):
-            table.append({
-                "logits": f"sd {deviation:g}" + (f", target {margin:g} nats above" if margin else ""), "kept by": name,
-                "dH": error(found.dhidden, want.dhidden) / error(once.dhidden, want.dhidden),
-                "dW": error(found.dweight, want.dweight) / error(once.dweight, want.dweight),
-                "p - 1": float((found.at_target / want.at_target - 1).abs().max()),
-            })  # fmt: skip
-    return table
+            dhidden = error(found.dhidden, want.dhidden) / error(once.dhidden, want.dhidden)
+            dweight = error(found.dweight, want.dweight) / error(once.dweight, want.dweight)
+            at_target = float((found.at_target / want.at_target - 1).abs().max())
+            above = f", target {margin:g} nats above" if margin else ""
+            yield [logits + above, name, f"{dhidden:.2f}", f"{dweight:.2f}", f"{at_target:.1e}"]
 
 
 def main() -> None:
     """Print the table."""
-    table = [
-        [row["logits"], row["kept by"], f"{row['dH']:.2f}", f"{row['dW']:.2f}", f"{row['p - 1']:.1e}"] for row in rows()
-    ]
-    print(grid("| logits | kept by | dH | dW | p - 1 |", table))
+    print(grid("| logits | kept by | dH | dW | p - 1 |", rows()))
 
 
 if __name__ == "__main__":
