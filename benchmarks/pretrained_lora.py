@@ -18,17 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.pretrained import (
-    STEPS,
-    Model,
-    Since,
-    Work,
-    accuracy_of,
-    figures_of,
-    measure,
-    recipe,
-    trained_by,
-)  # fmt: skip
+from benchmarks import pretrained
+from benchmarks.pretrained import Model, Since, Work
 from benchmarks.pretrained_cut import cut_model
 from benchmarks.seeds import Seeds
 from benchmarks.small_policy import quantize_head, with_adapters
@@ -52,12 +43,12 @@ def adapted(model: Any, seed: int) -> Any:
 def train(arm: str, model: str, seed: int, rate: float = RATE) -> dict[str, Any]:
     """A run, in this process, as `benchmarks.pretrained.train`."""
     with tempfile.TemporaryDirectory() as name:
-        options = replace(recipe(Path(model), Path(name), STEPS, seed), learning_rate=rate)
+        options = replace(pretrained.recipe(Path(model), Path(name), pretrained.STEPS, seed), learning_rate=rate)
         parts = load_parts(options)._asdict()
         parts["model"] = adapted(parts["model"], seed)
-        trained = trained_by(options, parts)
-        found = figures_of(Path(name))
-    return {"after": accuracy_of(trained, parts["tokenizer"]), **found}
+        trained = pretrained.trained_by(options, parts)
+        found = pretrained.figures_of(Path(name))
+    return {"after": pretrained.accuracy_of(trained, parts["tokenizer"]), **found}
 
 
 def run(model: Model, work: Work = Path("runs/pretrained"), seeds: Seeds = 5, since: Since = None) -> Iterator[Section]:
@@ -65,7 +56,7 @@ def run(model: Model, work: Work = Path("runs/pretrained"), seeds: Seeds = 5, si
     begin, folder = cut_model(model, work), work / "lora"
     folder.mkdir(exist_ok=True)
     about = {"task": "pretrained_lora", "rank": RANK, "lora_rate": RATE}
-    yield from measure(begin, folder, seeds, since, about, {}, ARMS, "ours")
+    yield from pretrained.measure(begin, folder, seeds, since, about, {}, ARMS, "ours")
 
 
 if __name__ == "__main__":
