@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+from grpo_fused.kernels import configs, head_configs
+from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform
 
 from benchmarks.results import Run
 from benchmarks.study import Section, main
@@ -33,7 +34,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 @contextmanager
 def launched_as(architecture: str) -> Iterator[None]:
     """CPU tensors take the launch configurations of a GPU."""
-    from grpo_fused.kernels import configs, head_configs, head_launch
+    from grpo_fused.kernels import head_launch
 
     finish, in_place, cuda = head_configs.finish_config, head_configs.pass_config, torch.device("cuda")
     with Patches(
@@ -48,8 +49,7 @@ def launched_as(architecture: str) -> Iterator[None]:
 
 def head(dtype: torch.dtype, mode: str, vocab: int) -> None:
     """Scores, exponentials or dlogits of a plain head."""
-    from grpo_fused.kernels import configs, head_configs, head_launch
-    from grpo_fused.kernels.row_types import Transform
+    from grpo_fused.kernels import head_launch
 
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=g).to(dtype)
@@ -64,17 +64,14 @@ def head(dtype: torch.dtype, mode: str, vocab: int) -> None:
         head_launch.head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room)
 
 
-def _coefficients(count: int) -> Any:
-    from grpo_fused.kernels.row_types import Coefficients, Statistics
-
+def _coefficients(count: int) -> Coefficients:
     statistics = Statistics(*(torch.full((count,), value) for value in (3.0, 5.0, -5.0, 6.0)))
     return Coefficients(statistics, torch.ones(count), torch.ones(count))
 
 
 def exponentials_to_gradient() -> None:
     """Exponentials of a few rows to their gradient, in place."""
-    from grpo_fused.kernels import head_configs, head_launch
-    from grpo_fused.kernels.row_types import Transform
+    from grpo_fused.kernels import head_launch
 
     weight = torch.empty(ROW_VOCAB, HIDDEN, dtype=BF16)
     block_v = head_configs.head_config(weight, Transform()).block_v
@@ -88,7 +85,6 @@ def exponentials_to_gradient() -> None:
 def rows(out_dtype: torch.dtype) -> None:
     """Statistics and gradient of given logits."""
     from grpo_fused.kernels.launch import TritonRows
-    from grpo_fused.kernels.row_types import Rows, Transform
 
     g = torch.Generator().manual_seed(0)
     logits, targets = torch.randn(ROWS, ROW_VOCAB, generator=g), torch.zeros(ROWS, dtype=torch.int64)
