@@ -36,10 +36,9 @@ def title(shape: dict[str, Any]) -> str:
 
 
 BARE = {"bare-1": "one bare product", "bare-3": "bare products", "fill dW": "fill a fresh dW"}
-TIMES_BARE = "× bare (forward + backward)"
 
 
-def calls_grid(calls: dict[str, Any], digits: int, ratio: str = TIMES_BARE) -> str:
+def calls_grid(calls: dict[str, Any], digits: int, ratio: str = "× bare (forward + backward)") -> str:
     """A row for each call: its time, and its ratio to another call's."""
     rows = (
         (BARE.get(name, name), ms(row["ms"]["median"]), f"{row['times_bare']['median']:.{digits}f}")
