@@ -18,14 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from examples.arithmetic.evaluate import evaluate
 from examples.arithmetic.model import CHARACTERS, build_tokenizer
@@ -174,10 +167,10 @@ def _first(problem: Callable[[int], Any], number: int, row: Callable[[Any], Row]
     return [row(problem(index)) for index in range(number)]
 
 
-TASKS: dict[str, tuple[Callable[[], Data], type, type]] = {
-    "sums": (sums, Qwen2Config, Qwen2ForCausalLM),
-    "countdown": (countdown, LlamaConfig, LlamaForCausalLM),
-    "answer_first": (answer_first, Qwen2Config, Qwen2ForCausalLM),
+TASKS: dict[str, tuple[Callable[[], Data], type[PreTrainedModel]]] = {
+    "sums": (sums, Qwen2ForCausalLM),
+    "countdown": (countdown, LlamaForCausalLM),
+    "answer_first": (answer_first, Qwen2ForCausalLM),
 }
 """Name to its rows, and to the policy that learns it."""
 
@@ -196,10 +189,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def start(task: str, seed: int, warmup: int) -> PreTrainedModel:
     """The policy of a seed after its supervised warm-up: all arms begin here. It has more tokens than the tokenizer."""
     torch.manual_seed(seed)
-    _, config_type, model_type = TASKS[task]
+    _, model_type = TASKS[task]
     words = tokenizer()
     model = model_type(
-        config_type(
+        model_type.config_class(
             vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=LAYERS,
             num_attention_heads=HEADS, num_key_value_heads=HEADS, max_position_embeddings=64,
             tie_word_embeddings=False, pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id,
