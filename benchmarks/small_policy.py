@@ -367,6 +367,8 @@ def train_trl(arm: str, recipe: Recipe, seed: int, model: Any, judge: Judge, row
 
     if recipe.share_prompts or not recipe.keeps_sets:
         raise ValueError(f"share_prompts and keeps_sets are options of our trainer; got them with {arm}")
+    loss = {"loss_type": "dapo"} | recipe.loss
+    loss.pop("max_completion_length", None)  # `dr_grpo` of TRL divides by its own
     with tempfile.TemporaryDirectory() as folder:
         options = GRPOConfig(
             folder, max_steps=recipe.steps * recipe.num_iterations, num_iterations=recipe.num_iterations,
@@ -375,7 +377,7 @@ def train_trl(arm: str, recipe: Recipe, seed: int, model: Any, judge: Judge, row
             max_completion_length=recipe.max_completion_length, temperature=recipe.temperature, top_p=recipe.top_p,
             top_k=0, learning_rate=recipe.learning_rate, lr_scheduler_type="linear", seed=seed, shuffle_dataset=False,
             bf16=recipe.bf16, use_cpu=True, report_to="none", logging_steps=10**6, disable_tqdm=True,
-            save_strategy="no", gradient_checkpointing=False, **{"loss_type": "dapo", **_trl_names(recipe.loss)},
+            save_strategy="no", gradient_checkpointing=False, **loss,
         )  # fmt: skip
         if arm == "patched_trl":
             patch_trl()
@@ -385,11 +387,6 @@ def train_trl(arm: str, recipe: Recipe, seed: int, model: Any, judge: Judge, row
             ).train()
         finally:
             unpatch_trl()
-
-
-def _trl_names(loss: dict[str, Any]) -> dict[str, Any]:
-    """`dr_grpo` of TRL divides by its own `max_completion_length`."""
-    return {name: value for name, value in loss.items() if name != "max_completion_length"}
 
 
 def accuracy(model: PreTrainedModel, recipe: Recipe) -> float:
