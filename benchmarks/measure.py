@@ -46,13 +46,7 @@ def call_of(provider: Provider, what: str, problem: Problem) -> Callable[[], obj
     """The loss without gradient, the loss with its gradients, or the log-probs without gradient."""
     if what == "forward_backward":
         return partial(train, problem, provider.loss)
-    function = provider.loss if what == "forward" else provider.logps
-
-    def without_gradient() -> None:
-        with torch.no_grad():
-            function(problem)
-
-    return without_gradient
+    return torch.no_grad()(partial(provider.loss if what == "forward" else provider.logps, problem))
 
 
 def check(provider: Provider, problem: Problem, exact: Exact) -> dict[str, float]:
