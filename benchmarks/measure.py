@@ -127,17 +127,6 @@ def sections(plans: list[Plan], device: str, *, rounds: int, seconds: float | No
     def so_far() -> dict[str, Any]:
         return section | {"seconds": round(time.monotonic() - started, 1)}
 
-    def weigh(plan: Plan) -> Iterator[dict[str, Any]]:
-        rows = section["cases"][plan.case.name]["providers"]
-        for name in (name for name in rows if plan.memory and "not_timed" not in rows[name]):
-            if late():
-                rows[name]["memory_mib"] = {"failed": "no time was left"}
-            else:
-                rows[name]["memory_mib"] = peaks.of_call(plan.case, name, device)
-                peaks.release(device)
-            print(f"{plan.case.name}  {name}  peak memory in MiB {rows[name]['memory_mib']}", flush=True)
-            yield so_far()
-
     for plan in plans:
         case = plan.case
         if late():
@@ -148,7 +137,13 @@ def sections(plans: list[Plan], device: str, *, rounds: int, seconds: float | No
         print_case(case.name, measured)
         yield so_far()
         peaks.release(device)
-        yield from weigh(plan)
+        for name, row in measured["providers"].items() if plan.memory else ():
+            if "not_timed" in row:
+                continue
+            row["memory_mib"] = {"failed": "no time was left"} if late() else peaks.of_call(case, name, device)
+            peaks.release(device)
+            print(f"{case.name}  {name}  peak memory in MiB {row['memory_mib']}", flush=True)
+            yield so_far()
     yield so_far()
     bad = [
         f"{case}: {name}: {row['not_timed']}"
