@@ -10,6 +10,7 @@ in `kernels/head_configs.py`, with the figures as their reason.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -63,13 +64,8 @@ def tune(N: int, H: int, V: int, device: str, rounds: int, *, candidates: bool =
         entry: dict[str, Any] = {"name": "shipped" if number == 0 else f"candidate-{number - 1}", **config._asdict()}
         entries.append(entry)
         room = Exponentials.empty(N, weight, torch.bfloat16, config)
-
-        def score(config: Any = config, room: Exponentials | None = None) -> Any:
-            return head_scores(hidden, weight, targets, transform, with_entropy=True, exponentials=room, config=config)
-
-        def store(config: Any = config, room: Exponentials = room) -> Any:
-            return score(config, room)
-
+        score = partial(head_scores, hidden, weight, targets, transform, with_entropy=True, config=config)
+        store = partial(score, exponentials=room)
         try:
             entry["max_logp_error"] = max((f().logp[few] - want).abs().max().item() for f in (score, store))
         except Exception as error:  # a compiler may refuse a shape; the others are still measured
