@@ -17,7 +17,6 @@ PROGRAMS = {
     "triton": ("#0072b2", "ours: triton"),
     "cuda": ("#0072b2", "ours: cuda"),
     "chunked": ("#56b4e9", "ours: chunked"),
-    "fused_trl": ("#44aa99", "fused_trl"),
     "eager": ("#d55e00", "eager PyTorch"),
     "torch.compile": ("#009e73", "torch.compile"),
     "TRL": ("#e69f00", "TRL"),
