@@ -28,7 +28,6 @@ TASKS = {
     "sums": "Sums and differences of two-digit numbers, a Qwen2",
     "countdown": "Countdown of reasoning-gym (three numbers), a Llama",
     "pretrained": "Sums of three terms of reasoning-gym, Gemma 3 270M",
-    "pretrained_lora": "Sums of three terms of reasoning-gym, Gemma 3 270M with its vocabulary cut to the task",
     "pretrained_cut": "Sums of three terms of reasoning-gym, Gemma 3 270M with its vocabulary cut to the task",
 }
 OPTIONS = {
