@@ -35,12 +35,6 @@ class Picture(NamedTuple):
         """Hash of all data in the picture."""
         return hashlib.sha256(json.dumps([self.data, self.source], sort_keys=True).encode()).hexdigest()
 
-    def figure(self) -> Figure:
-        """The picture, with its source."""
-        figure = self.draw(self.data)
-        add_source(figure, self.source)
-        return figure
-
 
 class Bars(NamedTuple):
     """Horizontal bars, a panel for each problem."""
@@ -66,13 +60,12 @@ def plots(runs: list[Run]) -> dict[str, Picture]:
             name = f"{study.section.replace('_', '-')}.svg"
             pictures[name] = Picture(run.sections[study.section], study.plot, where(run))
     for device, name in (("cpu", "cpu"), ("cuda", "gpu")):
-        run = newest(device, "loss", runs)
-        bars = {} if run is None else _bars(run)
-        pictures |= {
-            f"{name}-{what}.svg": Picture(data, draw_bars, where(run))
-            for what, data in bars.items()
-            if run is not None and data.panels
-        }
+        if (run := newest(device, "loss", runs)) is not None:
+            pictures |= {
+                f"{name}-{what}.svg": Picture(bars, draw_bars, where(run))
+                for what, bars in _bars(run).items()
+                if bars.panels
+            }
     if (found := summary_case(runs)) is not None:
         pictures["summary.svg"] = Picture(_summary(found[1]), draw_bars, where(found[0]))
     return pictures
@@ -121,7 +114,9 @@ def save(path: Path, picture: Picture) -> None:
     with matplotlib.rc_context({"svg.hashsalt": "grpo_fused", "svg.fonttype": "none", "font.size": 9}):
         path.parent.mkdir(parents=True, exist_ok=True)
         about = {"Date": None, "Creator": None, "Description": f"data {picture.hash}"}
-        picture.figure().savefig(path, format="svg", metadata=about)
+        figure = picture.draw(picture.data)
+        add_source(figure, picture.source)
+        figure.savefig(path, format="svg", metadata=about)
 
 
 def draw_bars(bars: Bars) -> Figure:
