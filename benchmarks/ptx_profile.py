@@ -120,13 +120,6 @@ CASES: dict[str, Case] = {
     "segment sums bf16": ("segment_sums_kernel", candidates, 256 * HIDDEN),
 }
 
-QUICK = (
-    ("sm_90", "exponentials bf16, odd V"),
-    ("sm_80", "row gradient fp32 to bf16"),
-    ("sm_80", "pair products bf16"),
-)
-"""What the gate counts."""
-
 
 def count(architecture: str, case: str) -> dict[str, float]:
     """Of each logit: instructions of a thread by class, bytes of global memory, and how far from the fewest."""
