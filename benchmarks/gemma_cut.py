@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fused import head_hidden_states
 from grpo_fused.rollouts.engine import Sampling
@@ -106,12 +107,9 @@ def ids_of(tokenizer: Any, prompt: str, answer: str) -> Text:
 
 def padded(texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
     """Ids [B, L], padded on the right, and whether the token after each is one of a completion."""
-    ids = torch.zeros(len(texts), max(len(a) + len(b) for a, b in texts), dtype=torch.int64)
-    predicts = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, (prompt, completion) in enumerate(texts):
-        ids[row, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
-        predicts[row, len(prompt) - 1 : len(prompt) + len(completion) - 1] = True
-    return ids, predicts
+    ids = [torch.tensor(prompt + completion) for prompt, completion in texts]
+    predicts = [torch.tensor([*[False] * (len(a) - 1), *[True] * len(b), False]) for a, b in texts]
+    return pad_sequence(ids, batch_first=True), pad_sequence(predicts, batch_first=True)
 
 
 @torch.no_grad()
