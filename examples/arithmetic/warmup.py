@@ -9,6 +9,7 @@ import random
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -48,13 +49,9 @@ def collate(tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]]) -> t
     """Ids, mask and labels [B, L], padded on the right; only the completion and its EOS are learnt."""
     prompts = [tokenizer(row["prompt"]).input_ids for row in rows]
     completions = [[*tokenizer(row["completion"]).input_ids, tokenizer.eos_token_id] for row in rows]
-    width = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
-    input_ids = torch.full((len(rows), width), tokenizer.pad_token_id)
-    attention_mask = torch.zeros((len(rows), width), dtype=torch.long)
-    labels = torch.full((len(rows), width), IGNORED)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        stop = len(prompt) + len(completion)
-        input_ids[row, :stop] = torch.tensor(prompt + completion)
-        attention_mask[row, :stop] = 1
-        labels[row, len(prompt) : stop] = torch.tensor(completion)
-    return input_ids, attention_mask, labels
+    both = list(zip(prompts, completions, strict=True))
+    texts = [torch.tensor(prompt + completion) for prompt, completion in both]
+    learnt = [torch.tensor([IGNORED] * len(prompt) + completion) for prompt, completion in both]
+    input_ids = pad_sequence(texts, batch_first=True, padding_value=tokenizer.pad_token_id)
+    attention_mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+    return input_ids, attention_mask, pad_sequence(learnt, batch_first=True, padding_value=IGNORED)
