@@ -38,12 +38,8 @@ PROCESSES = {"deepspeed": 2}
 TOLERANCE = {"bfloat16": (1e-3, 0.05), "float32": (1e-5, 1e-4)}
 """Difference of the losses in nats, and relative Frobenius error of any gradient; in bf16 both sides round; 1e-4 and
 0.015 were seen."""
-PACKAGES = {
-    "deepspeed": ("deepspeed", "trl"),
-    "verl": ("verl",),
-    "torchtitan": ("torchtitan",),
-    "liger": ("liger-kernel",),
-}
+PACKAGES = {"deepspeed": ("deepspeed", "trl"), "liger": ("liger-kernel",), "prime-rl": ()}
+"""What has a version, if it is not the project itself; of prime-rl there is only a file."""
 
 
 class Side:
@@ -134,7 +130,7 @@ def measure(project: str, setting: Setting, rounds: int, threads: int) -> dict[s
 
 
 def versions(project: str) -> dict[str, str]:
-    names = ("torch", "transformers", *PACKAGES.get(project, ()))
+    names = ("torch", "transformers", *PACKAGES.get(project, (project,)))
     try:
         return {name: version(name) for name in names}
     except PackageNotFoundError as error:
