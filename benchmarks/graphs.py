@@ -22,7 +22,7 @@ from benchmarks.problem import DTYPES, Case, clear, train
 from benchmarks.providers import PROVIDERS, fused_loss
 from benchmarks.results import Device, Run
 from benchmarks.study import Section, main
-from benchmarks.tables import grid, ms, title
+from benchmarks.tables import grid, ms, taken, title
 from benchmarks.timing import Calls, bare_gemms, cache_flush, times_by_round, with_ratios
 from grpo_fused.testing import Problem
 
@@ -112,8 +112,7 @@ def table(section: Section, run: Run) -> str:
             if "ms" not in row:
                 rows.append(["", name, f"not timed: {row['not_timed']}", "", ""])
                 continue
-            ratio = f"{row['times_bare']['median']:.2f}"
-            rows.append(["", name, ms(row["ms"]["median"]), ratio, ms(row["host_ms"])])
+            rows.append(["", name, *taken(row), ms(row["host_ms"])])
     return grid("| problem | | forward + backward | × bare | host |", rows)
 
 

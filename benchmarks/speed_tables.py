@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.results import Run, newest, newest_first, where
 from benchmarks.study import Section
 from benchmarks.sweep import PLANS as GPU_PLANS
-from benchmarks.tables import MIB, grid, ms, paragraphs, title
+from benchmarks.tables import MIB, grid, ms, paragraphs, taken, title
 
 NOT_YET = "not measured yet"
 SPEED_HEADER = (
@@ -183,20 +183,14 @@ def _speed_table(case: dict[str, Any], ours: set[str]) -> str:
 
 def _taken(row: dict[str, Any]) -> list[str]:
     """Forward + backward and its ratio to the bare products, scoring and its ratio, memory."""
-    both, score = row["forward_backward"], row.get("scoring")
-    return [
-        ms(both["ms"]["median"]),
-        f"{both['times_bare']['median']:.2f}",
-        ms(score["ms"]["median"]) if score else "",
-        f"{score['times_bare']['median']:.2f}" if score else "",
-        _memory(row),
-    ]
+    score = taken(row["scoring"]) if "scoring" in row else ("", "")
+    return [*taken(row["forward_backward"]), *score, _memory(row)]
 
 
 def _alone_rows(case: dict[str, Any]) -> Iterator[list[str]]:
     for name, row in case["providers"].items():
-        taken = [f"not timed: {_cell(row['not_timed'])}", *[""] * 4] if "not_timed" in row else _taken(row)
-        yield [title(case["shape"]), name, *taken]
+        cells = [f"not timed: {_cell(row['not_timed'])}", *[""] * 4] if "not_timed" in row else _taken(row)
+        yield [title(case["shape"]), name, *cells]
 
 
 def _sparse_rows(cases: dict[str, Any]) -> Iterator[list[str]]:
@@ -215,7 +209,7 @@ def _sparse_rows(cases: dict[str, Any]) -> Iterator[list[str]]:
                 of_dense = f"{ratio:.2f}"
             yield [
                 f"{title(shape)}, {shape['pattern']}", f"{case['shares']['gradient']:.0%}", name,
-                ms(both["ms"]["median"]), f"{both['times_bare']['median']:.2f}", of_dense,
+                *taken(both), of_dense,
             ]  # fmt: skip
 
 

@@ -30,6 +30,11 @@ def ms(value: float) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
+def taken(row: dict[str, Any], digits: int = 2) -> tuple[str, str]:
+    """The time of a call, and its ratio to another one's."""
+    return ms(row["ms"]["median"]), f"{row['times_bare']['median']:.{digits}f}"
+
+
 def title(shape: dict[str, Any]) -> str:
     """A problem as text."""
     return f"{shape['dtype']}, N = {shape['N']}, H = {shape['H']}, V = {shape['V']}"
@@ -40,10 +45,7 @@ BARE = {"bare-1": "one bare product", "bare-3": "bare products", "fill dW": "fil
 
 def calls_grid(calls: dict[str, Any], digits: int, ratio: str = "× bare (forward + backward)") -> str:
     """A row for each call: its time, and its ratio to another call's."""
-    rows = (
-        (BARE.get(name, name), ms(row["ms"]["median"]), f"{row['times_bare']['median']:.{digits}f}")
-        for name, row in calls.items()
-    )
+    rows = ((BARE.get(name, name), *taken(row, digits)) for name, row in calls.items())
     return grid(f"| | time | {ratio} |", rows)
 
 
@@ -213,8 +215,7 @@ def divergence(section: Section, run: Run) -> str:
         for name, error in section["errors"].items():
             provider, kind = name.split()
             row, memory = section["calls"][name], section["scratch_bytes"][name]
-            time, ratio = ms(row["ms"]["median"]), f"{row['times_bare']['median']:.2f}"
-            yield [f"{kind}, {provider}", time, ratio, f"{memory / MIB:.0f} MiB",
+            yield [f"{kind}, {provider}", *taken(row), f"{memory / MIB:.0f} MiB",
                    f"{error['loss']:.0e}", f"{error['dhidden']:.0e}"]  # fmt: skip
 
     table = grid("| | time | × bare | memory | loss off by | dH off by |", cells())
