@@ -109,11 +109,8 @@ def run(device: Device = "cpu", rounds: int = 5) -> Iterator[Section]:
     """The section `heads`."""
     N, H, V = SHAPES[device]
     problem = Problem(device)
-    calls: dict[str, Callable[[], object]] = {
-        "frozen bf16": partial(problem.fused, problem.weight, False),
-        "LoRA on bf16": partial(problem.fused, problem.weight, True),
-    }
-    for name, weight in problem.quantized.items():
+    calls: dict[str, Callable[[], object]] = {}
+    for name, weight in {"bf16": problem.weight, **problem.quantized}.items():
         calls |= {f"frozen {name}": partial(problem.fused, weight, False)}
         calls |= {f"LoRA on {name}": partial(problem.fused, weight, True)}
     room = 4 * N * V  # two bytes for each exponential, which take five eighths of scratch
