@@ -28,13 +28,11 @@ def table(section: Section, run: Run) -> str:
         for name, arm in section["arms"].get(sampler, {}).items():
             after, reward = arm["after"], arm["reward"]
             against = section["against_tis"].get(sampler) if name == "centered" else None
-            cells = ["", ""]
-            if against is not None:
-                cells = ["{} ({})".format(*points(against[measure])) for measure in ("after", "reward")]
+            less_tis = {m: "{} ({})".format(*points(row)) for m, row in (against or {}).items()}
             rows.append([
                 label, OBJECTIVES[name], str(after["n"]), f"{arm['sampler_kl']['mean']:.1e}",
-                f"{after['mean']:.1%} ± {100 * after['sd']:.1f}", cells[0],
-                f"{reward['mean']:.1%} ± {100 * reward['sd']:.1f}", cells[1],
+                f"{after['mean']:.1%} ± {100 * after['sd']:.1f}", less_tis.get("after", ""),
+                f"{reward['mean']:.1%} ± {100 * reward['sd']:.1f}", less_tis.get("reward", ""),
             ])  # fmt: skip
     recipe, before = section["recipe"], section["before"]
     return paragraphs(
