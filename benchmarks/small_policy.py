@@ -222,9 +222,7 @@ class Judge:
         self.seen.rewards.append(sum(found) / len(found))
         self.seen.lengths.append(fmean(map(len, completion_ids)))
         for means, reward in ((self.seen.lengths_right, 1.0), (self.seen.lengths_wrong, 0.0)):
-            chosen = [
-                len(ids) for ids, found_reward in zip(completion_ids, found, strict=True) if found_reward == reward
-            ]
+            chosen = [len(ids) for ids, got in zip(completion_ids, found, strict=True) if got == reward]
             means.append(fmean(chosen) if chosen else None)
         self.seen.completion_ids.append([list(ids) for ids in completion_ids])
         self.indices += index[:: self.group]
