@@ -114,7 +114,7 @@ def record(section: str, data: dict[str, Any], *, out: Path, device: str = "cpu"
     A program may call it after each case, so that nothing is lost when it is stopped. The file must be of this device,
     its threads and instructions, and this state of the code. Numbers that are not finite become null.
     """
-    about = machine(device)
+    about, sections = machine(device), {}
     if out.exists():
         run = load(out)
         for key in ("device", "kind", "commit", "dirty", "threads", "native"):
@@ -123,8 +123,6 @@ def record(section: str, data: dict[str, Any], *, out: Path, device: str = "cpu"
                     f"{out} is of {key} {run.machine.get(key)!r}, this run of {about.get(key)!r}: take a new file"
                 )
         about, sections = run.machine, run.sections
-    else:
-        sections = {}
     out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"schema": SCHEMA, "machine": about, "sections": sections | {section: _plain(data)}}, indent=1)
     half = out.with_suffix(".tmp")
