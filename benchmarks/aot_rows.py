@@ -90,16 +90,15 @@ def inspect(variant: Variant) -> dict[str, Any]:
 
 def barriers_hold(ptx: str) -> bool:
     """Whether every wide store of dlogits is preceded, since the last wide load, by a barrier."""
-    safe = True
     since_load = False
     for line in ptx.splitlines():
         if re.search(r"ld\.global[\w.]*\.v[24]", line):
             since_load = False
         elif "bar.sync" in line or "barrier.sync" in line:
             since_load = True
-        elif re.search(r"st\.global[\w.]*\.v[24]", line):
-            safe = safe and since_load
-    return safe
+        elif not since_load and re.search(r"st\.global[\w.]*\.v[24]", line):
+            return False
+    return True
 
 
 def table() -> list[dict[str, Any]]:
