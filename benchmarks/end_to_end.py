@@ -129,7 +129,7 @@ def gradient_error(problem: Problem, loss: Loss) -> float:
     return frobenius_error(problem.hidden_states.grad, exact.dhidden)
 
 
-def measure(setting: Setting, rounds: int, *, with_memory: bool = True) -> dict[str, Any]:
+def measure(setting: Setting, rounds: int) -> dict[str, Any]:
     """Time, error and memory with every loss in one dtype."""
     steps = {name: Step(setting, loss) for name, loss in losses().items()}
     problem = trainable(steps["ours"].problem.map(lambda _, x: x.clone()))  # not those that AdamW writes to
@@ -151,8 +151,7 @@ def measure(setting: Setting, rounds: int, *, with_memory: bool = True) -> dict[
             "tokens_per_second": setting.tokens / seconds["median"],
             "head_share": summary([h / s for h, s in zip(head, step, strict=True)])["median"],
         }
-        if with_memory:
-            row |= in_child("benchmarks.end_to_end:memory", name, asdict(setting))
+        row |= in_child("benchmarks.end_to_end:memory", name, asdict(setting))
     return rows
 
 
@@ -172,7 +171,7 @@ def head_flop_share(body: float, width: int, vocab: int) -> float:
     return vocab * width / (vocab * width + body)
 
 
-def study(settings: list[Setting], rounds: int, *, with_memory: bool = True) -> dict[str, Any]:
+def study(settings: list[Setting], rounds: int) -> dict[str, Any]:
     """The section `end_to_end`."""
     model = build_model(settings[0])
     body = sum(p.numel() for p in model.parameters()) - model.lm_head.weight.numel()
@@ -180,7 +179,7 @@ def study(settings: list[Setting], rounds: int, *, with_memory: bool = True) -> 
     return {
         "model": {k: v for k, v in asdict(settings[0]).items() if k != "dtype"} | {"body_parameters": body},
         "tokens": settings[0].tokens,
-        "results": {s.dtype: measure(s, rounds, with_memory=with_memory) for s in settings},
+        "results": {s.dtype: measure(s, rounds) for s in settings},
         "head_flop_share": {"this model": here}
         | {name: head_flop_share(*numbers) for name, numbers in MODEL_CARDS.items()},
     }
