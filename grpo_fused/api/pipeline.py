@@ -66,29 +66,6 @@ class LossParts(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-class _Rows(NamedTuple):
-    """The rows of a call by what is computed for them: int64, ascending."""
-
-    gradient: Tensor
-    scored_only: Tensor
-    sequence_lengths: list[int] | None
-    """number of rows of each sequence among `gradient`, if known without another synchronisation"""
-
-    @classmethod
-    def of(cls, order: Tensor, counts: list[int], *, has_lengths: bool) -> _Rows:
-        """From the results of `_in_order`."""
-        first, last, *lengths = counts
-        return cls(order[:first], order[first:last], lengths if has_lengths else None)
-
-    @classmethod
-    def of_all(cls, call: LossCall) -> _Rows:
-        """All positions."""
-        layout = layout_of(call)
-        everything = torch.arange(layout.num_tokens, device=call.hidden_states.device)
-        lengths = [layout.shape[1]] * layout.num_sequences if layout.cu_seqlens is None else None
-        return cls(everything, everything[:0], lengths)
-
-
 def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParallel | None = None) -> LossParts:
     """Loss, scores, metrics and gradients of one call; `ranks` have other tokens of the batch."""
     head, run, needs, config = _head(call), call.run, call.needs, GRPOLossConfig.decode(call.config)
@@ -112,28 +89,32 @@ def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParalle
     chunk_rows = _chunk_rows(engine, work)
     has_whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
     in_one_pass = needs.any() and (config.token_alone or (has_whole_sequences and not config.needs_batch))
-    started = None
+    started, lengths = None, None  # of each sequence, its rows with a gradient
     if run.compact:
         order, counts = _in_order(local_batch, tokens.undecided, matters, config, call)
         read = _copied(counts)
         if in_one_pass and isinstance(engine, StartingEngine):
             started = engine.start(replace(work, rows=order), counts[1])
-        rows = _Rows.of(order, read(), has_lengths=config.needs_sequence)  # the synchronisation of the call
+        first, last, *lengths = read()  # the synchronisation of the call
+        rows, scored_only = order[:first], order[first:last]
     else:
-        rows = _Rows.of_all(call)
-    work = replace(work, rows=rows.gradient)
-    after = None if started is None else Started(started.stats.select(slice(len(rows.gradient), None)))
-    _score(engine, replace(work, rows=rows.scored_only, started=after), scores)
+        rows = _everything(tokens)
+        scored_only, layout = rows[:0], layout_of(call)
+        if layout.cu_seqlens is None:
+            lengths = [layout.shape[1]] * layout.num_sequences
+    work = replace(work, rows=rows)
+    after = None if started is None else Started(started.stats.select(slice(len(rows), None)))
+    _score(engine, replace(work, rows=scored_only, started=after), scores)
     chunks = None  # within which every coefficient can be computed; else all rows are scored first
     if config.token_alone:
-        chunks = even_chunks(len(rows.gradient), chunk_rows)
-    elif not config.needs_batch and has_whole_sequences and rows.sequence_lengths is not None:
-        chunks = sequence_chunks(rows.sequence_lengths, chunk_rows)
+        chunks = even_chunks(len(rows), chunk_rows)
+    elif not config.needs_batch and has_whole_sequences and lengths is not None:
+        chunks = sequence_chunks(lengths, chunk_rows)
     gradients, made, result = Gradients(None, None, None, 0), None, None
     if needs.any() and chunks is not None:
         # the only chunk's coefficients are those of the call: then the objective is evaluated once
         once = len(chunks) == 1 and ranks is None and tokens.candidates is None and divergence is None
-        objective = TokenObjective(local_batch, rows.gradient, config, scores if once else None)
+        objective = TokenObjective(local_batch, rows, config, scores if once else None)
         statistics, gradients = engine.fused(replace(work, chunks=chunks, coefficients=objective, started=started))
         _place(statistics, work, scores)
         result = objective.result
