@@ -125,7 +125,7 @@ class Problem:
             "ref_per_token_logps": config.beta == 0.0,
             "sampling_per_token_logps": config.off_policy_mask_threshold is None,
             "importance_sampling_ratio": config.kind.takes_ratio is None,
-            "num_items_in_batch": not config.kind.takes_items,
+            "num_items_in_batch": config.kind.average != "items",
         }
         return {name: x for name, x in {**self.options, **options}.items() if not left_out.get(name, False)}
 

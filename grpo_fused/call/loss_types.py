@@ -49,11 +49,6 @@ class LossType:
     """its number in row kernels, where a token's loss depends on that token alone; None if its policy term needs the
     whole sequence, at any level of ratios"""
 
-    @property
-    def takes_items(self) -> bool:
-        """Whether it is divided by `num_items_in_batch`."""
-        return self.average == "items"
-
 
 LOSS_TYPES: dict[str, LossType] = {
     "grpo": LossType("sequences"),

@@ -316,8 +316,8 @@ def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig
         raise ValueError(
             "sampling_per_token_logps is only used with off_policy_mask_threshold, which is None; pass None"
         )
-    if inputs.num_items_in_batch is not None and not config.kind.takes_items:
-        users = ", ".join(sorted(name for name, kind in LOSS_TYPES.items() if kind.takes_items))
+    if inputs.num_items_in_batch is not None and config.kind.average != "items":
+        users = ", ".join(sorted(name for name, kind in LOSS_TYPES.items() if kind.average == "items"))
         raise ValueError(f"num_items_in_batch is not used by {loss_type} (only by {users}); pass None")
     if inputs.importance_sampling_ratio is not None and config.kind.takes_ratio is None:
         raise ValueError(f"importance_sampling_ratio is not used by {loss_type}; pass None")

@@ -147,7 +147,7 @@ class Updater:
             index, width = batch.to(device), micro.completion_ids.shape[1]
             share, loss_config = window.share_of(micro, config.loss)
             rows_of_tables = {name: table[index, :width] for name, table in tables.items()}
-            items = window.tokens if config.loss.kind.takes_items else None
+            items = window.tokens if config.loss.kind.average == "items" else None
             part = Part(micro, advantages[index], rows_of_tables, loss_config, items)
             with self._synchronised(last=position == len(pieces) - 1), self.accelerator.autocast():
                 out = self.loss_of(self.policy, self.reference, part)
