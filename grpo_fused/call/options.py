@@ -76,7 +76,7 @@ class _Option:
         is_union = isinstance(self.hint, UnionType) or NoneType in get_args(self.hint)
         kinds = get_args(self.hint) if is_union else (self.hint,)
         self.kind, self.may_be_none = kinds[0], NoneType in kinds
-        self.choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        self.choices = get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     def checked(self, value: Any) -> Any:
         """The value, or the number or choice that it equals."""
@@ -84,8 +84,7 @@ class _Option:
         if value is None and self.may_be_none:
             return None
         if choices:
-            if value not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+            check_choice(value, name, kind)
             return choices[choices.index(value)]
         if kind == tuple[str, ...] and (isinstance(value, str) or not all(isinstance(v, str) and v for v in value)):
             raise TypeError(f"{name} must be a list of non-empty texts; got {value!r}")
