@@ -133,7 +133,9 @@ def fused_linear_divergence(
                 raise ValueError(
                     f"{', '.join(of_head)} and other_logit_scale are of another head; other_logprobs has none"
                 )
-            check.check_likeliest(other_ids, other_logprobs, layout)
+            check.check_tensor(other_ids, "other_ids", check.INTEGER, (*layout.shape, "K"))
+            shape = tuple(other_ids.shape)
+            check.check_tensor(other_logprobs, "other_logprobs", check.FLOAT, shape, beside="other_ids")
         else:
             got = ", ".join(name for name, x in others.items() if x is not None) or "none"
             raise ValueError(f"the first two or the last two of {', '.join(others)} must be given; got {got}")

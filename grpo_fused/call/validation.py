@@ -287,12 +287,6 @@ def check_alternatives(
             raise ValueError(f"inputs and alternative_inputs must have different names; got {name!r} in both")
 
 
-def check_likeliest(other_ids: Tensor, other_logprobs: Tensor, layout: Layout) -> None:
-    """Tokens [..., K] of the other distribution, and their log-probs."""
-    check_tensor(other_ids, "other_ids", INTEGER, (*layout.shape, "K"))
-    check_tensor(other_logprobs, "other_logprobs", FLOAT, tuple(other_ids.shape), beside="other_ids")
-
-
 def check_loss_inputs(inputs: LossInputs, layout: Layout, config: GRPOLossConfig, *, with_heads: bool = False) -> None:
     """Shapes and presence of everything the objective reads; the exact KL needs heads."""
     if not isinstance(config, GRPOLossConfig):
