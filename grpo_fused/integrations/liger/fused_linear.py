@@ -87,9 +87,8 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         super().__init__()
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be >= 1; got {self.chunk_size}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be > 0; got {self.temperature}")
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "delta"):  # for all loss types, as in Liger
+        # for all loss types, as in Liger
+        for name in ("temperature", "sapo_temperature_pos", "sapo_temperature_neg", "delta"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be > 0; got {value}")

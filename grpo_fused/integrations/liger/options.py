@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,12 +15,13 @@ from grpo_fused.call.calls import LossInputs
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.loss_types import LOSS_TYPES
+from grpo_fused.call.options import check_choice
+from grpo_fused.call.validation import ANY, check_tensor
 from grpo_fused.objective.batch import TokenBatch
 from grpo_fused.objective.formulas import evaluate
 
-SUPPORTED = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-"""The loss types of Liger."""
-LEVELS = ("token", "sequence")
+LigerLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+SUPPORTED = get_args(LigerLossType)
 
 OUR_NAMES = {
     **{field.name: field.name for field in fields(GRPOLossConfig)},
@@ -39,11 +40,9 @@ def defaults_of(interface: Callable[..., Any]) -> dict[str, Any]:
 
 def as_config(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> GRPOLossConfig:
     """Our configuration for Liger's options, by Liger's names."""
-    loss_type, level = options["loss_type"], options["importance_sampling_level"]
-    if loss_type not in SUPPORTED:
-        raise ValueError(f"loss_type must be one of {', '.join(SUPPORTED)}; got {loss_type!r}")
-    if level not in LEVELS:
-        raise ValueError(f"importance_sampling_level must be one of {', '.join(LEVELS)}; got {level!r}")
+    loss_type = options["loss_type"]
+    check_choice(loss_type, "loss_type", LigerLossType)
+    check_choice(options["importance_sampling_level"], "importance_sampling_level", Literal["token", "sequence"])
     read: dict[str, Any] = {}
     for name, value in options.items():
         ours = OUR_NAMES.get(name)
@@ -94,10 +93,7 @@ def rollout_ratio(ratio: Tensor | None, mask: Tensor, config: GRPOLossConfig) ->
     if ratio is None:
         return None
     B, T = mask.shape
-    if not isinstance(ratio, Tensor):
-        raise TypeError(f"vllm_is_ratio must be a torch.Tensor; got {type(ratio).__name__}")
-    if tuple(ratio.shape) not in ((B,), (B, 1), (B, T)):
-        raise ValueError(f"vllm_is_ratio must have shape ({B},) or ({B}, 1) or ({B}, {T}); got {tuple(ratio.shape)}")
+    check_tensor(ratio, "vllm_is_ratio", ANY, (B,), (B, 1), (B, T))
     if ratio.dim() == 1:
         ratio = ratio.unsqueeze(1)
     if LOSS_TYPES[config.loss_type].rule != "vespo" or ratio.shape[1] == T:
