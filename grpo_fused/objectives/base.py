@@ -230,45 +230,11 @@ class Objective:
                 with `GRPO_FUSED_DEBUG=1`).
             TypeError: an input that is missing, not read, or not a tensor.
         """
-        self._check(logps, entropies, cu_seqlens, inputs, alternative_logps, alternative_offsets)
-        floor = logps.clamp(min=LOWEST_LOGP)
-        token_inputs = {name: x.detach().to(logps.dtype) for name, x in inputs.items()}
-        for name in token_inputs:
-            if name.endswith("_logps"):
-                token_inputs[name] = token_inputs[name].clamp(min=LOWEST_LOGP)  # keeps NaN
-        sequences = None
-        if self.scope != "token" and cu_seqlens is not None:
-            sequences = Sequences(cu_seqlens.to(logps.device, torch.int64), logps.shape[0])
-        weights, others = token_inputs.pop("weights", None), None
-        if alternative_logps is not None and alternative_offsets is not None:
-            given = {name: token_inputs.pop(name) for name in self.of_alternatives}
-            others = Alternatives(alternative_logps.clamp(min=LOWEST_LOGP), alternative_offsets, given)
-        loss = self.function(Tokens(floor, entropies, token_inputs, sequences, others))
-        return loss if weights is None else loss * weights
-
-    def _check(
-        self,
-        logps: Tensor,
-        entropies: Tensor | None,
-        cu_seqlens: Tensor | None,
-        inputs: dict[str, Tensor],
-        alternative_logps: Tensor | None,
-        alternative_offsets: Tensor | None,
-    ) -> None:
         check.check_tensor(logps, f"{self.__name__}: logps", check.FLOAT, ("n",))
         if missing := sorted((self.needs | self.of_alternatives) - inputs.keys()):
             said = ", ".join(f"{name} ({WHAT.get(name, 'one for each token')})" for name in missing)
             raise TypeError(f"{self.__name__} needs {said}; got {', '.join(sorted(inputs)) or 'no inputs'}")
-        if self.of_alternatives and (alternative_logps is None or alternative_offsets is None):
-            raise TypeError(f"{self.__name__} needs alternatives; got no alternative_logps and alternative_offsets")
-        if alternative_logps is not None and alternative_offsets is not None:
-            name, count = f"{self.__name__}: alternative_offsets", (logps.shape[0] + 1,)
-            check.check_tensor(alternative_logps, f"{self.__name__}: alternative_logps", check.FLOAT, ("m",))
-            check.check_tensor(alternative_offsets, name, check.OFFSET, count)
-            if values_are_checked(alternative_offsets.device):
-                check.check_offsets(Layout.of(alternative_logps, alternative_offsets), name, "alternatives")
-        if not self.of_alternatives and self.reads is not None and alternative_logps is not None:
-            raise TypeError(f"{self.__name__} reads no alternatives; got alternative_logps")
+        self._check_alternatives(logps, alternative_logps, alternative_offsets)
         if self.reads is not None and (unread := sorted(inputs.keys() - self.reads)):
             raise TypeError(f"{self.__name__} reads {', '.join(sorted(self.reads))}; got {', '.join(unread)}, too")
         for name, x in {**inputs, **({} if entropies is None else {"entropies": entropies})}.items():
@@ -276,11 +242,37 @@ class Objective:
             check.check_tensor(x, f"{self.__name__}: {name}", check.ANY, tuple(of_each.shape))
         if self.scope == "sequence" and cu_seqlens is None:
             raise TypeError(f"{self.__name__} has scope 'sequence' and needs cu_seqlens [S + 1] int64; got None")
+        sequences = None
         if self.scope != "token" and cu_seqlens is not None:
             name = f"{self.__name__}: cu_seqlens"
             check.check_tensor(cu_seqlens, name, check.OFFSET, ("S + 1",))
             if values_are_checked(cu_seqlens.device):
                 check.check_offsets(Layout.of(logps, cu_seqlens), name)
+            sequences = Sequences(cu_seqlens.to(logps.device, torch.int64), logps.shape[0])
+
+        floor = logps.clamp(min=LOWEST_LOGP)
+        token_inputs = {name: x.detach().to(logps.dtype) for name, x in inputs.items()}
+        for name in token_inputs:
+            if name.endswith("_logps"):
+                token_inputs[name] = token_inputs[name].clamp(min=LOWEST_LOGP)  # keeps NaN
+        weights, others = token_inputs.pop("weights", None), None
+        if alternative_logps is not None and alternative_offsets is not None:
+            given = {name: token_inputs.pop(name) for name in self.of_alternatives}
+            others = Alternatives(alternative_logps.clamp(min=LOWEST_LOGP), alternative_offsets, given)
+        loss = self.function(Tokens(floor, entropies, token_inputs, sequences, others))
+        return loss if weights is None else loss * weights
+
+    def _check_alternatives(self, logps: Tensor, alternative_logps: Tensor | None, offsets: Tensor | None) -> None:
+        if self.of_alternatives and (alternative_logps is None or offsets is None):
+            raise TypeError(f"{self.__name__} needs alternatives; got no alternative_logps and alternative_offsets")
+        if alternative_logps is not None and offsets is not None:
+            name, count = f"{self.__name__}: alternative_offsets", (logps.shape[0] + 1,)
+            check.check_tensor(alternative_logps, f"{self.__name__}: alternative_logps", check.FLOAT, ("m",))
+            check.check_tensor(offsets, name, check.OFFSET, count)
+            if values_are_checked(offsets.device):
+                check.check_offsets(Layout.of(alternative_logps, offsets), name, "alternatives")
+        if not self.of_alternatives and self.reads is not None and alternative_logps is not None:
+            raise TypeError(f"{self.__name__} reads no alternatives; got alternative_logps")
 
 
 LossFunction = Objective | Callable[..., Tensor]
