@@ -162,7 +162,9 @@ class LinearLogprobs(torch.autograd.Function):
             return None, None, None, None
         of_logps: Tensor | None = None
         if call.with_dhidden and dlogps is not None:
-            of_logps, dlogps = dhidden_of_logps(call, scores.dhidden, dlogps), None
+            # coefficients may be NaN where a log-prob is constant: masked, or alone in its candidate set
+            known = torch.where(Tokens.of(call).undecided.view(dlogps.shape), dlogps, 0.0)
+            of_logps, dlogps = times_dlogp(scores.dhidden, known), None
             if dentropies is None:
                 return of_logps.to(call.hidden_states.dtype), None, None, None
         needs = Needs(*ctx.needs_input_grad[:3])
@@ -235,15 +237,6 @@ class SelectiveLogprobs(torch.autograd.Function):
         if dlogps is None and dentropies is None:
             return None, None
         return operators.selective_logprobs_gradient(*flat(LogitsGradientCall(call, dlogps, dentropies))), None
-
-
-def dhidden_of_logps(call: LogprobsCall, made: Tensor, dlogps: Tensor) -> Tensor:
-    """[..., H] from the coefficients of log-probs, and dlogp/dh as it was `made`.
-
-    Coefficients may be NaN where a log-prob is constant: of a masked token, and of one alone in its candidate set.
-    """
-    undecided = Tokens.of(call).undecided.view(dlogps.shape)
-    return times_dlogp(made, torch.where(undecided, dlogps, 0.0))
 
 
 def times(gradient: Tensor, factor: Tensor) -> Tensor:
