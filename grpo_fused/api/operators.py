@@ -76,8 +76,7 @@ def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint)
         for name, hint in fields_of(kind).items()
     ]
-    several = hasattr(result, "_fields")
-    returns = tuple[(Tensor,) * len(result._fields)] if several else Tensor  # type: ignore[misc]
+    returns = tuple[(Tensor,) * len(result._fields)] if hasattr(result, "_fields") else result  # type: ignore[misc]
 
     def make(body: Callable[..., Any]) -> Any:
         body.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
@@ -205,9 +204,7 @@ def logprobs_gradient(call: LogprobsGradientCall, add_to: Tensor | None = None) 
     return _head_gradients(scored, gradients)
 
 
-@linear_logprobs_gradient.fake  # type: ignore[untyped-decorator]
-def _(call: LogprobsGradientCall) -> HeadGradients:
-    return _fake_gradients(call.forward, call.needs)
+linear_logprobs_gradient.fake(lambda call: _fake_gradients(call.forward, call.needs))
 
 
 @_operator(CandidateGradientCall, HeadGradients)
@@ -224,9 +221,7 @@ def candidate_gradient(call: CandidateGradientCall, add_to: Tensor | None = None
         return _candidate_gradients(scored, tokens, nothing, call.needs, add_to)
 
 
-@candidate_weight_gradient.fake  # type: ignore[untyped-decorator]
-def _(call: CandidateGradientCall) -> HeadGradients:
-    return _fake_gradients(call.forward, call.needs)
+candidate_weight_gradient.fake(lambda call: _fake_gradients(call.forward, call.needs))
 
 
 @_operator(DivergenceCall, LossResult)
@@ -298,28 +293,21 @@ def _(call: ObjectiveCall) -> ObjectiveResult:
     )
 
 
-class LogitsScores(NamedTuple):
-    """Log-probs and entropies in the shape of the ids."""
-
-    logps: Tensor
-    entropies: Tensor
-
-
-@_operator(LogitsCall, LogitsScores)
-def selective_logprobs(*values: Any) -> LogitsScores:
-    """Log-probs and entropies from logits."""
+@_operator(LogitsCall, tuple[Tensor, Tensor])
+def selective_logprobs(*values: Any) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies from logits, in the shape of the ids."""
     call: LogitsCall = build(LogitsCall, iter(values))
     layout = Layout.of(call.token_ids)
     with _plain(call.logits.device):
         check_token_values(call.token_ids, call.mask, call.logits.shape[-1], call.temperatures, layout)
         scores = logits.scores(call, layout)
-        return LogitsScores(scores.logp.view(layout.shape), _shaped(scores.entropy, layout.shape, scores.logp))
+        return scores.logp.view(layout.shape), _shaped(scores.entropy, layout.shape, scores.logp)
 
 
 @selective_logprobs.fake  # type: ignore[untyped-decorator]
-def _(call: LogitsCall) -> LogitsScores:
+def _(call: LogitsCall) -> tuple[Tensor, Tensor]:
     like = call.logits.new_empty(0, dtype=torch.promote_types(call.logits.dtype, torch.float32))
-    return LogitsScores(*_fake_scores(like, call.token_ids, call.with_entropy))
+    return _fake_scores(like, call.token_ids, call.with_entropy)
 
 
 @_operator(LogitsGradientCall, Tensor)
@@ -331,9 +319,7 @@ def selective_logprobs_gradient(*values: Any) -> Tensor:
         return logits.gradient(call.forward, layout, call.dlogps, call.dentropies).view(call.forward.logits.shape)
 
 
-@selective_logprobs_gradient.fake  # type: ignore[untyped-decorator]
-def _(call: LogitsGradientCall) -> Tensor:
-    return call.forward.logits.new_empty(call.forward.logits.shape)
+selective_logprobs_gradient.fake(lambda call: call.forward.logits.new_empty(call.forward.logits.shape))
 
 
 def _nothing(like: Tensor) -> Tensor:
