@@ -24,7 +24,7 @@ from benchmarks.providers import available
 from benchmarks.results import Run, where
 from benchmarks.study import Section, main
 from benchmarks.tables import grid, ms, paragraphs, title
-from grpo_fused.engines import libraries
+from grpo_fused.engines import cpu_library
 from grpo_fused.tools.doctor import cpp_compiler
 
 LIMITS = {
@@ -53,7 +53,7 @@ def run(
 ) -> Iterator[Section]:  # fmt: skip
     """The section `limit`, after each number of tokens."""
     measured: dict[str, Any] = {}
-    instruction, products = LIMITS[libraries.instruction_set()][dtype == "fp32"]
+    instruction, products = LIMITS[cpu_library.instruction_set()][dtype == "fp32"]
     for count in tokens:
         if count > 256 and count % 256:
             raise ValueError(f"tokens must be at most 256, or a multiple of 256; got {count}")

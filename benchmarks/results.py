@@ -28,7 +28,7 @@ import torch
 from grpo_fused.kernels.configs import architecture
 
 from benchmarks.command import call
-from grpo_fused.engines import libraries
+from grpo_fused.engines import cpu_library, libraries
 
 Device = Literal["cpu", "cuda"]
 SCHEMA = 2
@@ -66,7 +66,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     commit while it runs."""
     about: dict[str, Any] = {"device": device, "kind": machine_kind(device), "name": device_name(device)}
     if device == "cpu":
-        native = libraries.cpu_available() or libraries.instruction_set()  # of bf16 products, or why there are none
+        native = libraries.cpu_available() or cpu_library.instruction_set()  # of bf16 products, or why there are none
         about |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "native": native}
         about["load"] = round(os.getloadavg()[0], 2)  # of other programs: a benchmark needs an idle machine
     else:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_fused import __main__, engines
-from grpo_fused.engines import libraries
+from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.engines.base import Cost
 from grpo_fused.engines.chunked import ChunkedEngine
 from grpo_fused.tools import doctor, predictions
@@ -35,7 +35,7 @@ def test_report_agrees_with_choose():
     assert "40 tokens, H = 32, V = 500, float32" in text
     assert "500 of 500 rows of the head, measured now" in text
     if libraries.cpu_available() is None:
-        assert f"engine native       runs on {libraries.instruction_set()}\n" in text
+        assert f"engine native       runs on {cpu_library.instruction_set()}\n" in text
     assert max(map(len, text.splitlines())) <= 140
 
 

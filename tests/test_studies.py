@@ -204,7 +204,7 @@ def test_sets_recorded_from_a_rollout(monkeypatch):
 
 def test_fp32_by_amx_has_a_sixth_of_its_rate(monkeypatch):
     """Six products of bf16 pieces are one of fp32."""
-    monkeypatch.setattr(limit.libraries, "instruction_set", lambda: "AMX")
+    monkeypatch.setattr(limit.cpu_library, "instruction_set", lambda: "AMX")
     monkeypatch.setattr(limit, "rate", lambda instruction, threads: {"AMX": 600.0}[instruction])
     monkeypatch.setattr(limit, "measure", lambda *args, **options: {})
     monkeypatch.setattr(limit, "print_case", lambda *args: None)

@@ -49,7 +49,7 @@ def missing() -> str:
 
 
 def instruction_set() -> str:
-    """What multiplies bf16."""
+    """What multiplies bf16; the environment variable `GRPO_FUSED_ISA` can choose another."""
     return _library.grpo_instruction_set().decode()
 
 

@@ -36,11 +36,6 @@ def cuda_available() -> str | None:
     return _load("_C_cuda", torch.ops.load_library)
 
 
-def instruction_set() -> str:
-    """What the CPU operators multiply bf16 with; the environment variable `GRPO_FUSED_ISA` can choose another."""
-    return cpu_library.instruction_set()
-
-
 def missing() -> str | None:
     """Why the CPU operators are missing although this processor could run them, with the command that builds them.
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from grpo_fused import __version__, engines
-from grpo_fused.engines import libraries
+from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.tools import predictions
 from grpo_fused.tools.predictions import Shape
 
@@ -126,7 +126,7 @@ def findings() -> dict[str, str | None]:
 
 
 def _runs(name: str) -> str:
-    return f"runs on {libraries.instruction_set()}" if name == "engine native" else "runs"
+    return f"runs on {cpu_library.instruction_set()}" if name == "engine native" else "runs"
 
 
 def _auto(device: torch.device, width: int) -> str:

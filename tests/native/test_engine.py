@@ -304,7 +304,7 @@ def test_avx2_differs_from_avx512_in_rounding_alone(isa):
         return fused_linear_logprobs(case.hidden_states, case.lm_head_weight, case.completion_ids, impl="native").logps
 
     ours = score()
-    assert libraries.instruction_set() == "AVX2, bf16 widened"
+    assert cpu_library.instruction_set() == "AVX2, bf16 widened"
     cpu_library.use_isa("")
     assert (score() - ours).abs().max() < 1e-5
 
