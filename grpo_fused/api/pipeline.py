@@ -42,6 +42,7 @@ from grpo_fused.engines.base import (
     TokenObjective,
     Tokens,
     Work,
+    all_rows,
     even_chunks,
 )
 from grpo_fused.engines.divergence import DivergenceEngine, check_finite
@@ -98,7 +99,7 @@ def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParalle
         first, last, *lengths = read()  # the synchronisation of the call
         rows, scored_only = order[:first], order[first:last]
     else:
-        rows = _everything(tokens)
+        rows = all_rows(tokens.ids)
         scored_only, layout = rows[:0], layout_of(call)
         if layout.cu_seqlens is None:
             lengths = [layout.shape[1]] * layout.num_sequences
@@ -211,7 +212,7 @@ def run_divergence(call: DivergenceCall, tokens: Tokens) -> LossParts:
     top_k = None if call.other_ids is None or call.other_logprobs is None else (call.other_ids, call.other_logprobs)
     other, divergence = (call.other_hidden_states, call.other_lm_head), torch.zeros_like(weights)
     engine = DivergenceEngine(*other, divergence, weights, kind=call.kind, beta=call.beta, top_k=top_k)
-    rows = tokens.mask.nonzero().squeeze(1) if run.compact else _everything(tokens)
+    rows = tokens.mask.nonzero().squeeze(1) if run.compact else all_rows(tokens.ids)
     work = Work(head, tokens, rows, True, run.max_scratch_bytes, needs=call.needs)
     scores = _no_scores(tokens, head.statistics_dtype, with_entropy=True)
     statistics, gradients = engine.fused(replace(work, chunks=even_chunks(len(rows), _chunk_rows(engine, work))))
@@ -235,7 +236,7 @@ def run_logprobs(
     )  # fmt: skip
     started = None
     if not run.compact:
-        rows = _everything(tokens)
+        rows = all_rows(tokens.ids)
     elif isinstance(engine, StartingEngine):
         order = tokens.undecided.to(torch.int8).sort(stable=True, descending=True).indices
         count = tokens.undecided.sum()
@@ -266,7 +267,7 @@ def run_logprobs_gradient(
     """
     head, run = _head(call.forward), call.forward.run
     dlogp, dentropy = clean_coefficients(tokens.undecided, call.dlogps, call.dentropies, head.statistics_dtype)
-    rows = _everything(tokens)
+    rows = all_rows(tokens.ids)
     work = Work(head, tokens, rows, dentropy is not None, run.max_scratch_bytes, needs=call.needs)
     if alternatives is None or call.dalternative_logps is None:
         found = Coefficients(scores or _no_scores(tokens, dlogp.dtype, dentropy is not None), dlogp, dentropy)
@@ -417,10 +418,6 @@ def _in_order(
     if config.needs_sequence:
         counts = torch.cat([counts, batch.sequence_sum(gradient.to(torch.float32)).to(torch.int64)])
     return order, counts
-
-
-def _everything(tokens: Tokens) -> Tensor:
-    return torch.arange(tokens.ids.shape[0], device=tokens.ids.device)
 
 
 def _no_scores(tokens: Tokens, dtype: torch.dtype, with_entropy: bool) -> Statistics:

@@ -38,6 +38,11 @@ def longest_chunk(count: int, chunk_rows: int) -> int:
     return max(min(-(-size // multiple) * multiple, chunk_rows), 1)
 
 
+def all_rows(like: Tensor) -> Tensor:
+    """[N] int64: the positions of all rows."""
+    return torch.arange(len(like), device=like.device)
+
+
 def flat_view(x: Tensor) -> Tensor:
     """[N, .] if that is a view; otherwise it stays [B, T, .], since masked rows need no copy."""
     try:

@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_fused.call.calls import LMHead
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.layout import offsets_of, segments
-from grpo_fused.engines.base import MANY, Cost, Engine, Gradients, TokenObjective, Tokens, Work, even_chunks
+from grpo_fused.engines.base import MANY, Cost, Engine, Gradients, TokenObjective, Tokens, Work, all_rows, even_chunks
 from grpo_fused.engines.pairs import Pairs, Scores, Sets
 from grpo_fused.engines.products import dhidden_dtype
 from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics
@@ -87,9 +87,7 @@ class CandidateEngine:
                     self.pairs.add_sums(hidden, sets.rows, *chosen, derivatives, sets.offsets)
                 else:
                     dhidden = derivatives.new_zeros((len(sets.rows), hidden.shape[1]))
-                    self.pairs.add_sums(
-                        dhidden, torch.arange(len(dhidden), device=dhidden.device), *chosen, derivatives, sets.offsets
-                    )
+                    self.pairs.add_sums(dhidden, all_rows(dhidden), *chosen, derivatives, sets.offsets)
                     hidden.index_copy_(0, sets.rows, tokens.vocab.start_sum(dhidden)().to(hidden.dtype))
         if self.any_whole and (needs.need_weight or needs.need_bias):
             add_weight_gradient(self.pairs, head, tokens, dproducts, gradients.weight, gradients.bias)
@@ -134,7 +132,7 @@ def _put(entries: Entries, sets: Sets, vocab_size: int, derivatives: Tensor) -> 
 def sets_of(head: LMHead, tokens: Tokens, sets: CandidateSets, rows: Tensor) -> Sets:
     """Those of N sets whose tokens are at `rows` [R], which ascend."""
     if len(rows) == len(sets):
-        places = torch.arange(len(sets.ids), device=rows.device)
+        places = all_rows(sets.ids)
     else:
         sets, places = sets.select(rows), sets.places(rows)
     if tokens.vocab is not None:
@@ -163,8 +161,7 @@ def add_weight_gradient(
     offsets = offsets_of(counts)
     factor = dproducts[live]
     if weight is not None:
-        everywhere = torch.arange(tokens.ids.shape[0], device=ids.device)
-        for states in head.weight_states(head.operand(tokens.hidden_rows(everywhere))):
+        for states in head.weight_states(head.operand(tokens.hidden_rows(all_rows(tokens.ids)))):
             pairs.add_sums(weight, unique, states.contiguous(), token, factor, offsets)
     if bias is not None:
         bias.index_add_(0, unique, segments(factor, "sum", offsets).to(bias.dtype))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import cpu_library, libraries
-from grpo_fused.engines.base import MANY, Cost, Gradients, Tokens, Work, even_chunks, longest_chunk
+from grpo_fused.engines.base import MANY, Cost, Gradients, Tokens, Work, all_rows, even_chunks, longest_chunk
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.products import dhidden_dtype, native_products
 from grpo_fused.engines.rows import z_
@@ -134,7 +134,7 @@ class NativeEngine:
                 stats, offsets = work.known.select(part), head.weight.new_empty(layout.blocks, 0, dtype=torch.float32)
             scores.append(stats)
             coefficients = work.coefficients(part, stats)
-            chosen = _rows_with_gradient(head, coefficients) if work.skip_zeros else _all_rows(stats.logp)
+            chosen = _rows_with_gradient(head, coefficients) if work.skip_zeros else all_rows(stats.logp)
             _, dlogp, dentropy, entries = coefficients
             if entries is not None:  # the target is one of them
                 inputs = inputs._replace(targets=inputs.targets.index_fill(0, entries.rows, -1))
@@ -279,7 +279,7 @@ def _rows_with_gradient(head: LMHead, coefficients: Coefficients) -> Tensor:
     has = coefficients.any_of_row()
     rows = has.nonzero().squeeze(1)
     tokens = _layout(head).panel_tokens
-    return rows if -(-len(rows) // tokens) < -(-len(has) // tokens) else _all_rows(has)
+    return rows if -(-len(rows) // tokens) < -(-len(has) // tokens) else all_rows(has)
 
 
 def _zeros(shape: tuple[int, int], head: LMHead) -> Tensor:
@@ -302,7 +302,3 @@ def _in_blocks(head: LMHead, entries: Entries) -> Entries:
     order = (entries.ids.to(torch.int32) // _layout(head).block_rows).sort(stable=True).indices
     dtypes = torch.int32, torch.int32, torch.float32
     return Entries(*(x[order].to(dtype) for x, dtype in zip(entries, dtypes, strict=True)))
-
-
-def _all_rows(like: Tensor) -> Tensor:
-    return torch.arange(like.shape[0], device=like.device)
