@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_fused.api.pipeline import clean_coefficients
 from grpo_fused.call.calls import LogitsCall
-from grpo_fused.call.layout import Layout, active_tokens
+from grpo_fused.call.layout import Layout, active_tokens, blocks
 from grpo_fused.engines.base import flat_view, rows_of
 from grpo_fused.engines.chunked import row_block_bytes, row_work
 from grpo_fused.engines.rows import RowWork
@@ -71,8 +71,7 @@ class _Logits(NamedTuple):
             return
         wide = logits.dtype if self.work.is_kernel else self.dtype
         size = max(row_block_bytes(positions.device.type) // (4 * logits.shape[-1]), 1)
-        for start in range(0, count, size):
-            block = positions[start : start + size]
+        for block in (positions[part] for part in blocks(count, size)):
             yield block, self._rows(block, rows_of(logits, block).to(wide))
 
     def _rows(self, positions: Tensor, raw: Tensor) -> Rows:

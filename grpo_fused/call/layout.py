@@ -27,6 +27,11 @@ def segments(x: Tensor, how: str, offsets: Tensor, initial: float = 0.0) -> Tens
     return torch.segment_reduce(x, how, offsets=offsets, axis=0, unsafe=True, initial=initial)
 
 
+def blocks(count: int, size: int) -> list[slice]:
+    """`count` rows or columns in blocks of `size`; the last one may be shorter."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
 def offsets_of(sizes: Tensor) -> Tensor:
     """`[S + 1]` int64: where each of S parts of these sizes begins, and the last one ends."""
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])

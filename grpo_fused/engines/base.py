@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_fused.call.calls import NO_GRADIENT, LinearCall, LMHead, Needs, layout_of
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
-from grpo_fused.call.layout import active_tokens
+from grpo_fused.call.layout import active_tokens, blocks
 from grpo_fused.engines import products
 from grpo_fused.kernels.row_types import Coefficients, Statistics, Transform
 from grpo_fused.objective.batch import TokenBatch
@@ -27,7 +27,7 @@ MANY = 2**62
 def even_chunks(count: int, chunk_rows: int) -> tuple[slice, ...]:
     """`count` rows in as few chunks as `chunk_rows` allows, which share the rows evenly."""
     size = longest_chunk(count, chunk_rows)
-    return tuple(slice(start, min(start + size, count)) for start in range(0, count, size))
+    return tuple(blocks(count, size))
 
 
 def longest_chunk(count: int, chunk_rows: int) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fused.call.layout import segments
+from grpo_fused.call.layout import blocks, segments
 from grpo_fused.engines import cpu_library
 from grpo_fused.kernels.row_types import LOWEST_LOG_P, Statistics, Transform
 
@@ -81,8 +81,7 @@ class Pairs:
         wide = torch.promote_types(a.dtype, torch.float32)
         out = a.new_empty(len(i), dtype=wide)
         size = max(_PRODUCT_BYTES.get(a.device.type, 2**24) // (wide.itemsize * a.shape[1]), 1)
-        for start in range(0, len(i), size):
-            block = slice(start, start + size)
+        for block in blocks(len(i), size):
             rows = b.index_select(0, j[block]).to(wide)
             torch.sum(rows.mul_(a.index_select(0, i[block])), dim=1, out=out[block])
         return out
@@ -91,8 +90,7 @@ class Pairs:
         """[S, H]: the sum of factor[k] * x[index[k]] over offsets[s] <= k < offsets[s + 1]; factor [K] fp32."""
         out = factor.new_empty((len(offsets) - 1, x.shape[1]))
         size = max(_BLOCK_BYTES // (factor.itemsize * max(len(index), 1)), 1)
-        for start in range(0, x.shape[1], size):
-            columns = slice(start, start + size)
+        for columns in blocks(x.shape[1], size):
             rows = x[:, columns][index].to(factor.dtype) * factor.unsqueeze(1)
             out[:, columns] = segments(rows, "sum", offsets)
         return out

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
+from grpo_fused.call.layout import blocks
 from grpo_fused.engines import cpu_library, libraries
 from grpo_fused.kernels.row_types import Transform
 
@@ -205,11 +206,11 @@ def logits_into(head: LMHead, out: Tensor, hidden: Tensor) -> None:
 def hidden_gradient(head: LMHead, dlogits: Tensor) -> Tensor:
     """[C, H] = dlogits [C, V] (gradient dtype) @ [base, weight]."""
     dtype, fp32_output = gradient_dtype(head), _fp32_output(head)
-    blocks = list(_blocks(head, dtype))
-    if len(blocks) == 1:
-        return torch.mm(dlogits, head.rows(blocks[0]).to(dtype), **fp32_output)
+    parts = _blocks(head, dtype)
+    if len(parts) == 1:
+        return torch.mm(dlogits, head.rows(parts[0]).to(dtype), **fp32_output)
     total = dlogits.new_zeros((dlogits.shape[0], head.width), dtype=head.statistics_dtype)
-    for block in blocks:
+    for block in parts:
         torch.addmm(total, dlogits[:, block], head.rows(block).to(dtype), out=total, **fp32_output)
     return total
 
@@ -230,9 +231,7 @@ def accumulate_weight_gradient(
         else:
             torch.addmm(out, dlogits.T, hidden, out=out, **fp32_output)
     else:
-        rows = _block_rows(head)
-        for start in range(0, out.shape[0], rows):
-            block = slice(start, start + rows)
+        for block in blocks(out.shape[0], _block_rows(head)):
             product = torch.mm(dlogits[:, block].T, hidden, **fp32_output)
             if scale is not None:
                 product = product.to(head.statistics_dtype).div_(scale)
@@ -251,17 +250,15 @@ def widened_bytes(head: LMHead) -> int:
     """
     if head.weight.is_cuda and head.base is None:
         return 0
-    blocks = 2 if head.weight.is_cuda else 3
-    return blocks * 4 * min(_block_rows(head), head.vocab_size) * head.width
+    several = 2 if head.weight.is_cuda else 3
+    return several * 4 * min(_block_rows(head), head.vocab_size) * head.width
 
 
-def _blocks(head: LMHead, dtype: torch.dtype) -> Iterator[slice]:
+def _blocks(head: LMHead, dtype: torch.dtype) -> list[slice]:
     """Slices of the vocabulary: one if the weight is used without conversion to `dtype`, else blocks to convert."""
     if head.base is None and (has_fp32_output(head) or head.weight.dtype == dtype == head.compute_dtype):
-        yield slice(0, head.vocab_size)
-        return
-    for start in range(0, head.vocab_size, _block_rows(head)):
-        yield slice(start, min(start + _block_rows(head), head.vocab_size))
+        return [slice(0, head.vocab_size)]
+    return blocks(head.vocab_size, _block_rows(head))
 
 
 def _block_rows(head: LMHead) -> int:

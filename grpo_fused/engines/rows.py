@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from grpo_fused.call.layout import blocks
 from grpo_fused.kernels.row_types import (
     LOWEST_LOG_P,
     Coefficients,
@@ -96,7 +97,7 @@ class TorchRows:
     def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:
         """See `RowWork.statistics`; turns the logits into z."""
         parts = []
-        for block in _row_blocks(rows.raw.shape[0], rows.block_rows):
+        for block in blocks(rows.raw.shape[0], rows.block_rows):
             z = z_(rows.raw[block], rows.transform.select(block))
             parts.append(_statistics(z, rows.targets[block], with_entropy))
         return Statistics.concatenate(parts, rows.raw, with_entropy)
@@ -104,7 +105,7 @@ class TorchRows:
     def gradient(self, rows: Rows, coefficients: Coefficients, out: Tensor, *, picked: Tensor | None = None) -> None:
         """See `RowWork.gradient`."""
         stats, dlogp, dentropy, _ = coefficients
-        for block in _row_blocks(out.shape[0], rows.block_rows):
+        for block in blocks(out.shape[0], rows.block_rows):
             # a block is computed before it is stored, and its stores overwrite only rows that have been read
             source = rows.raw[block] if picked is None else rows.raw.index_select(0, picked[block])
             coefficient = None if dentropy is None else dentropy[block]
@@ -151,7 +152,3 @@ def gradient_of_scores(
         at_target -= dentropy * log_p.exp() * (log_p + statistics.entropy)  # in slope it would vanish beside dlogp
         dz.mul_(slope)
     return dz.scatter_(1, targets, torch.where(here, at_target, dz.gather(1, targets).squeeze(1)).unsqueeze(1))
-
-
-def _row_blocks(count: int, block_rows: int) -> list[slice]:
-    return [slice(start, min(start + block_rows, count)) for start in range(0, count, block_rows)]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.calls import LMHead
+from grpo_fused.call.layout import blocks
 from grpo_fused.engines import products
 from grpo_fused.engines.base import Cost, Gradients, Started, Work
 from grpo_fused.engines.gradients import GradientSums, lifted, one_chunk_budget, slab_rows, takes_factors
@@ -109,8 +110,7 @@ class TritonEngine:
         head, tokens, rows, count = work.head, work.tokens, work.rows, self._score_rows(work)
         weight, extras = _weight(head)
         parts = []
-        for start in range(0, rows.shape[0], count):
-            part = rows[start : start + count]
+        for part in (rows[block] for block in blocks(rows.shape[0], count)):
             hidden = head_launch.aligned(head.operand(tokens.hidden_rows(part)))
             targets, transform = tokens.target_rows(part), tokens.transform(head, part)
             stats = head_launch.head_scores(

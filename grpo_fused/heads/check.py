@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from grpo_fused.api.fused_linear import fused_linear_logprobs
 from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
+from grpo_fused.call.layout import blocks
 from grpo_fused.engines.accuracy import logp_bound
 from grpo_fused.engines.products import VOCAB_BLOCK_BYTES, ieee_products
 from grpo_fused.heads.form import HeadForm, candidate_forms, configs
@@ -225,9 +226,9 @@ def _rows(states: Tensor, parts: HeadParts, form: HeadForm) -> Tensor:
 
 def _products(rows: Tensor, parts: HeadParts) -> Tensor:
     """[T, V] = rows W^T + b in the precision of the rows; the weight is converted block by block."""
-    block = max(1, VOCAB_BLOCK_BYTES // (rows.element_size() * rows.shape[-1]))
-    blocks = [parts.weight[start : start + block] for start in range(0, parts.weight.shape[0], block)]
-    dense = (w.to(rows.dtype) if isinstance(w, Tensor) else w.dequantize(rows.dtype) for w in blocks)
+    size = max(1, VOCAB_BLOCK_BYTES // (rows.element_size() * rows.shape[-1]))
+    weights = (parts.weight[block] for block in blocks(parts.weight.shape[0], size))
+    dense = (w.to(rows.dtype) if isinstance(w, Tensor) else w.dequantize(rows.dtype) for w in weights)
     products = torch.cat([rows @ w.T for w in dense], dim=-1)
     for adapter in parts.adapters:
         products = products + adapter.scale * (rows @ adapter.a.to(rows.dtype).T) @ adapter.b.to(rows.dtype).T

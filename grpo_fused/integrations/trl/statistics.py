@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.calls import LogprobsCall
+from grpo_fused.call.layout import blocks
 from grpo_fused.engines import products
 from grpo_fused.engines.rows import z_
 from grpo_fused.engines.scratch import scratch_budget
@@ -31,8 +32,7 @@ def extra_statistics(call: LogprobsCall, names: Sequence[str]) -> dict[str, Tens
     rows = max(budget // (4 * _TEMPORARIES * max(weight.shape[0], 1)), 1)
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     with torch.autocast(hidden.device.type, enabled=False), products.ieee_products():
-        for start in range(0, max(hidden.shape[0], 1), rows):
-            part = slice(start, start + rows)
+        for part in blocks(max(hidden.shape[0], 1), rows):
             block = head.operand(hidden[part])
             z = torch.empty((block.shape[0], weight.shape[0]), dtype=head.statistics_dtype, device=hidden.device)
             products.logits_into(head, z, block)
