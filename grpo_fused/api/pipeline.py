@@ -157,8 +157,8 @@ def run_objective(engine: Engine, tokens: Tokens, call: CustomCall, alternatives
 
     def coefficients(part: slice | Tensor, stats: Statistics) -> Coefficients:
         if alternatives is None:
-            found = evaluation(part, stats.logp, stats.entropy)
-            return Coefficients(stats, found.logp, found.entropy)
+            dlogp, dentropy, _ = evaluation(part, stats.logp, stats.entropy)
+            return Coefficients(stats, dlogp, dentropy)
         where, positions = rows[part], torch.arange(len(rows), device=rows.device)[part]
 
         def of_block(block: slice, _: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
