@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,8 +71,11 @@ class Prediction:
     used: bool = False
     """whether the scores that it is about have been made: any further ones are about something else"""
 
-    def take(self, targets: Tensor) -> _Packed | None:
-        """The same, once, for rows of hidden states that have these targets; None where those are not the loss's."""
+    def take(self, targets: Tensor) -> tuple[Tensor, LossInputs, Tensor] | None:
+        """(rows, inputs, offsets) of it, once, among rows of hidden states that have these targets.
+
+        None where those are not the loss's.
+        """
         num_rows, device = targets.shape[0], targets.device
         mask = self.completion_mask.to(device) != 0
         batch, length = mask.shape
@@ -95,7 +98,7 @@ class Prediction:
             return None  # little to gain; and one value for each token would look like one for each sequence
         offsets = offsets_of(lengths)
         inputs = LossInputs._make(None if x is None else self._pack(x.to(device), mask) for x in self.inputs)
-        return _Packed(self.config, self.counts, rows, inputs, offsets)
+        return rows, inputs, offsets
 
     @staticmethod
     def _pack(x: Tensor, mask: Tensor) -> Tensor:
@@ -104,14 +107,6 @@ class Prediction:
         if x.dim() == 1 or (x.shape[1] == 1 and mask.shape[1] != 1):
             return x.reshape(-1, 1)  # one for each sequence
         return x.detach()[mask]
-
-
-class _Packed(NamedTuple):
-    config: GRPOLossConfig
-    counts: Counts
-    rows: Tensor
-    inputs: LossInputs
-    offsets: Tensor
 
 
 announced: ContextVar[Prediction | None] = ContextVar("grpo_fused_prediction", default=None)
@@ -123,13 +118,15 @@ class PredictedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LogprobsCall, packed: _Packed
-    ) -> Any:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LogprobsCall, prediction: Prediction,
+        rows: Tensor, inputs: LossInputs, offsets: Tensor,
+    ) -> Any:  # fmt: skip
         call = with_tensors(call, hidden, weight, bias)
-        logps, entropies, *predicted = _predicted(call, Needs(*ctx.needs_input_grad[:3]), packed)
-        ctx.counts = packed.counts
+        needs = Needs(*ctx.needs_input_grad[:3])
+        logps, entropies, *predicted = _predicted(call, needs, prediction.config, rows, inputs, offsets)
+        ctx.counts = prediction.counts
         ctx.call, tensors = detach(call)
-        ctx.save_for_backward(packed.rows, *predicted, *tensors)
+        ctx.save_for_backward(rows, *predicted, *tensors)
         ctx.set_materialize_grads(False)
         if not call.with_entropy:
             ctx.mark_non_differentiable(entropies)
@@ -143,7 +140,7 @@ class PredictedLogprobs(torch.autograd.Function):
         if not call.with_entropy:
             dentropies = None
         if dlogps is None and dentropies is None:
-            return (None,) * 5
+            return (None,) * 8
         needs, (hidden, weight, bias) = Needs(*ctx.needs_input_grad[:3]), tensors_of(call)
         scale = _multiple(dlogps, dentropies, rows, gstar, hstar, one_nat)
         if scale is None:
@@ -161,16 +158,16 @@ class PredictedLogprobs(torch.autograd.Function):
             dhidden.to(hidden.dtype) if needs.need_hidden else None,
             dweight.to(weight.dtype) if needs.need_weight else None,
             dbias.to(bias.dtype) if needs.need_bias and bias is not None else None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 
-def _predicted(call: LogprobsCall, needs: Needs, packed: _Packed) -> tuple[Tensor, ...]:
+def _predicted(
+    call: LogprobsCall, needs: Needs, options: GRPOLossConfig, rows: Tensor, inputs: LossInputs, offsets: Tensor
+) -> tuple[Tensor, ...]:
     """(logps, entropies) of all rows, 0 where not scored; g* for log-probs and entropies; that for log-probs one nat
     from the reference; dH, dW and db."""
-    rows, inputs, offsets = packed.rows, packed.inputs, packed.offsets
-    config, some = packed.config.encoded, _at(call, rows)
+    config, some = options.encoded, _at(call, rows)
     whole_loss = LossCall(
         some.hidden_states, call.lm_head, some.token_ids, inputs, offsets, some.candidates, config, True, needs,
         call.run,
@@ -184,7 +181,7 @@ def _predicted(call: LogprobsCall, needs: Needs, packed: _Packed) -> tuple[Tenso
     star, one_nat = objective(inputs), loss.logps.new_zeros(loss.logps.shape)
     if inputs.ref_per_token_logps is not None:  # with every weight of the loss
         one_nat = objective(inputs._replace(ref_per_token_logps=loss.logps.nan_to_num() - 1.0)).dlogps
-        if packed.config.use_bias_correction_kl:
+        if options.use_bias_correction_kl:
             one_nat *= (inputs.ref_per_token_logps - loss.logps).nan_to_num(0.0).clamp(0.0, MAX_LOG_RATIO).exp()
     out = loss.logps.new_zeros(call.hidden_states.shape[0]).index_copy_(0, rows, loss.logps)
     entropy_out = torch.zeros_like(out).index_copy_(0, rows, loss.entropies)
