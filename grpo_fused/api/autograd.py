@@ -154,10 +154,9 @@ class LinearLogprobs(torch.autograd.Function):
         count = len(Scores._fields)
         scores = Scores(*saved[:count])
         call: LogprobsCall = attach(ctx.call, saved[count:])
-        if not call.with_entropy:  # torch.compile passes zeros for the empty placeholder
-            dentropies = None
-        if call.alternatives.sets is None:
-            dalternatives = None
+        # torch.compile passes zeros for an empty placeholder
+        dentropies = dentropies if call.with_entropy else None
+        dalternatives = None if call.alternatives.sets is None else dalternatives
         if dlogps is None and dentropies is None and dalternatives is None:
             return None, None, None, None
         of_logps: Tensor | None = None
@@ -176,13 +175,8 @@ class LinearLogprobs(torch.autograd.Function):
             gradients, needs = operators.logprobs_gradient(gradient_call, add_to), needs._replace(need_weight=False)
         if of_logps is not None:
             gradients = gradients._replace(dhidden=gradients.dhidden + of_logps)
-        return (
-            *(
-                gradient.to(x.dtype) if need and x is not None else None
-                for gradient, x, need in zip(gradients, tensors_of(call), needs, strict=True)
-            ),
-            None,
-        )
+        made = zip(gradients, tensors_of(call), needs, strict=True)
+        return *(gradient.to(x.dtype) if need and x is not None else None for gradient, x, need in made), None
 
 
 class GRPOObjective(torch.autograd.Function):
@@ -232,8 +226,7 @@ class SelectiveLogprobs(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, saved: tuple[Any, ...], dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
         call: LogitsCall = attach(ctx.call, saved)
-        if not call.with_entropy:  # torch.compile passes zeros for the empty placeholder
-            dentropies = None
+        dentropies = dentropies if call.with_entropy else None  # torch.compile passes zeros for the empty placeholder
         if dlogps is None and dentropies is None:
             return None, None
         return operators.selective_logprobs_gradient(*flat(LogitsGradientCall(call, dlogps, dentropies))), None

@@ -76,9 +76,8 @@ def grpo_loss(
         return reference.grpo_loss(per_token_logps.to(dtype), wide, call)
     loss, logps, entropies_out, metrics, _ = GRPOObjective.apply(per_token_logps, entropies, call)
     names = metric_names(config, with_kl=ref_per_token_logps is not None, with_entropy=entropies is not None)
-    return GRPOLossOutput(
-        loss, logps, None if entropies is None else entropies_out, dict(zip(names, metrics.unbind(), strict=True))
-    )
+    named = dict(zip(names, metrics.unbind(), strict=True))
+    return GRPOLossOutput(loss, logps, None if entropies is None else entropies_out, named)
 
 
 def selective_logprobs(

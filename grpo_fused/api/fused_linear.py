@@ -146,10 +146,8 @@ def fused_linear_grpo_loss(
 
     loss, logps, entropies, metrics, _ = LinearLoss.apply(*tensors_of(call), call)
     names = loss_metric_names(config, with_kl=call.with_kl, complete=with_metrics)
-    has_entropies = with_metrics or config.needs_entropy
-    return GRPOLossOutput(
-        loss, logps, entropies if has_entropies else None, dict(zip(names, metrics.unbind(), strict=True))
-    )
+    entropies = entropies if with_metrics or config.needs_entropy else None
+    return GRPOLossOutput(loss, logps, entropies, dict(zip(names, metrics.unbind(), strict=True)))
 
 
 def fused_linear_logprobs(

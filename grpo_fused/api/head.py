@@ -158,12 +158,8 @@ def head_of(
     softcap = None if softcap is None else float(softcap)
     head = LMHead(weight, bias, float(logit_scale), softcap, *split_temperature(temperature), compute)
     head, hidden_states = composed(head, lm_head_weight, adapters, hidden_states, mask)
-    return (
-        hidden_states,
-        head,
-        TokenSets.of(sets),
-        Run(engine, max_scratch_bytes, compact, ParallelGroups.encode(group), adds, any_whole),
-    )
+    run = Run(engine, max_scratch_bytes, compact, ParallelGroups.encode(group), adds, any_whole)
+    return hidden_states, head, TokenSets.of(sets), run
 
 
 def needs_of(*tensors: Tensor | None) -> Needs:

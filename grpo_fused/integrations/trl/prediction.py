@@ -137,8 +137,7 @@ class PredictedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple[Any, ...], dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
         rows, gstar, hstar, one_nat, dhidden, dweight, dbias, *tensors = saved
         call: LogprobsCall = attach(ctx.call, tensors)
-        if not call.with_entropy:
-            dentropies = None
+        dentropies = dentropies if call.with_entropy else None
         if dlogps is None and dentropies is None:
             return (None,) * 8
         needs, (hidden, weight, bias) = Needs(*ctx.needs_input_grad[:3]), tensors_of(call)
