@@ -7,7 +7,7 @@ writes the losses with clamps and stop-gradients that autograd supports, and lea
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -185,8 +185,7 @@ class Tokens(NamedTuple):
 
     def select(self, chosen: Tensor) -> Tokens:
         """Those where `chosen` ([n] bool) is set."""
-        values: list[Any] = [None if x is None else x[chosen] for x in self]
-        return Tokens(*values)
+        return Tokens._make(None if x is None else x[chosen] for x in self)
 
     def mean(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
         """0-d: over the tokens, or those kept; 0 if there are none."""
@@ -231,10 +230,7 @@ def grpo_loss(
         kl=None if kl is None else kl.reshape(-1)[active],
     )
     owner = sequence[active]
-    parts = []
-    for s in range(layout.num_sequences):
-        is_of_sequence = owner == s
-        parts.append(_token_losses(every.select(is_of_sequence), config))
+    parts = [_token_losses(every.select(owner == s), config) for s in range(layout.num_sequences)]
 
     # the loss of no tokens is differentiable, too
     policy_loss = _aggregate([part.loss for part in parts], inputs.num_items_in_batch, config) + 0.0 * every.logps.sum()
@@ -289,9 +285,8 @@ def _token_losses(tokens: Tokens, config: GRPOLossConfig) -> TokenLosses:
         kl = _kl(tokens.ref - logps, config.kl_estimator)
         if config.use_bias_correction_kl and config.kind.corrects_kl:
             kl = kl * c
-    if kl is None:
-        return TokenLosses(loss, None, seen, advantages)
-    return TokenLosses(loss + config.beta * kl if config.beta != 0.0 else loss, kl, seen, advantages)
+    loss = loss if kl is None or config.beta == 0.0 else loss + config.beta * kl
+    return TokenLosses(loss, kl, seen, advantages)
 
 
 def _clamp(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
@@ -316,7 +311,7 @@ def _policy_loss(c: Tensor, log_ratio: Tensor, tokens: Tokens, config: GRPOLossC
         return -c.clamp(max=config.epsilon_upper).detach() * advantages * logps, c
     if rule == "sapo":
         tau = torch.full_like(advantages, config.sapo_temperature_neg)
-        tau = torch.where(advantages > 0, torch.full_like(tau, config.sapo_temperature_pos), tau)
+        tau = tau.masked_fill(advantages > 0, config.sapo_temperature_pos)
         # the derivative of sigmoid loses its digits near 1, that of logsigmoid does not
         return -(4.0 / tau) * torch.nn.functional.logsigmoid(tau * (c - 1.0)).exp() * advantages, c
     if rule == "vespo":

@@ -61,9 +61,7 @@ class TokenBatch:
         mask = active_tokens(inputs.completion_mask, sequence).reshape(-1)
 
         def active(x: Tensor | None, neutral: float = 0.0) -> Tensor | None:
-            if x is None:
-                return None
-            return torch.where(mask, x.detach().to(device, dtype).reshape(-1), neutral)
+            return None if x is None else torch.where(mask, x.detach().to(device, dtype).reshape(-1), neutral)
 
         def logps(x: Tensor | None) -> Tensor | None:
             x = active(x)
