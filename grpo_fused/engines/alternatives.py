@@ -62,9 +62,7 @@ class Alternatives:
         if tokens.candidates is not None:
             sizes = tokens.candidates.sizes
             self._in_sets = (sizes > 0) & (sizes <= most)
-            self.candidate_z = torch.zeros(
-                len(tokens.candidates.ids), dtype=head.statistics_dtype, device=head.weight.device
-            )
+            self.candidate_z = head.weight.new_zeros(len(tokens.candidates.ids), dtype=head.statistics_dtype)
             self._candidates = tokens.candidates.find(self.sets, self._total)
 
     def logps(self, rows: Tensor, stats: Statistics) -> Tensor:

@@ -172,9 +172,7 @@ class Slab:
         self._width = padded(head.vocab_size)
         self._logits = torch.empty((rows, self._width), dtype=dtype, device=device)
         separate = narrow != dtype and not gradient_fits_in_place(device)
-        self._dlogits = (
-            torch.empty((rows, self._width), dtype=narrow, device=device) if separate else self._logits.view(narrow)
-        )
+        self._dlogits = torch.empty_like(self._logits, dtype=narrow) if separate else self._logits.view(narrow)
 
     def logits(self, tokens: Tokens, rows: Tensor) -> tuple[Tensor, Rows]:
         """The hidden states of `rows`, and their products, written to the slab."""

@@ -51,9 +51,7 @@ class GradientSums:
         self.pending: tuple[Tensor, Callable[[], Tensor]] | None = None
         """rows of the last chunk, and a function that returns their dH summed over the ranks"""
         self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-        if needs.need_bias:
-            self.bias = torch.zeros(weight.shape[0], dtype=head.statistics_dtype, device=weight.device)
+        self.bias = weight.new_zeros(len(weight), dtype=head.statistics_dtype) if needs.need_bias else None
 
     def add(
         self, rows: Tensor, hidden: Tensor, dlogits: Tensor, scale: Tensor | None, factor: Tensor | None = None
@@ -104,8 +102,7 @@ class GradientSums:
         """The sums; zeros where nothing was added."""
         self._finish_sum()
         if self.needs.need_weight and self.weight is None:
-            weight = self.head.weight
-            self.weight = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
+            self.weight = self.head.weight.new_zeros(self.head.weight.shape, dtype=self.dtype)
         if self.weight is not None and self.head.row_scale is not None:  # which multiplies the base alone
             self.weight /= self.head.row_scale.unsqueeze(1)
         return Gradients(self.hidden, self.weight, self.bias, self.rows)

@@ -101,10 +101,8 @@ class NativeEngine:
         head, tokens, needs = work.head, work.tokens, work.needs
         shape, nothing = (tokens.ids.shape[0], head.width), head.weight.new_empty(0)
         dtype = GradientSums.weight_dtype(self, head, shape[0], work.max_scratch_bytes)
-        dweight = None
-        if needs.need_weight:  # chunks add to that of an adapter
-            new = head.weight.new_empty if head.base is None else head.weight.new_zeros
-            dweight = new(head.weight.shape, dtype=dtype)
+        new = head.weight.new_empty if head.base is None else head.weight.new_zeros  # chunks add to an adapter's
+        dweight = new(head.weight.shape, dtype=dtype) if needs.need_weight else None
         dhidden: Tensor | None = None  # not before a part's own: that is when most memory is in use
         dbias = head.weight.new_zeros(head.vocab_size, dtype=torch.float32) if needs.need_bias else None
         storage = nothing if dweight is None else _storage(head, dweight)
@@ -163,24 +161,17 @@ class NativeEngine:
             dhidden = _zeros(shape, head) if needs.need_hidden else None
             if dweight is not None:
                 dweight.zero_()
-        return Statistics.concatenate(scores, head.weight, work.with_entropy), Gradients(
-            dhidden, dweight, dbias, worked
-        )
+        gradients = Gradients(dhidden, dweight, dbias, worked)
+        return Statistics.concatenate(scores, head.weight, work.with_entropy), gradients
 
 
 def _inputs(head: LMHead, tokens: Tokens, rows: Tensor) -> cpu_library.HeadInputs:
     """The arguments that scoring and gradient share."""
     transform = tokens.transform(head, rows)
+    products = native_products(head, head.operand(_hidden(tokens, rows)).to(_product_dtype(head)))
+    targets, sets = tokens.gradient_targets(rows, tokens.target_rows(rows)), _sets(tokens, head, rows)
     temperature, scale, softcap = transform.numbers_of(rows)
-    return cpu_library.HeadInputs(
-        native_products(head, head.operand(_hidden(tokens, rows)).to(_product_dtype(head))),
-        tokens.gradient_targets(rows, tokens.target_rows(rows)),
-        temperature,
-        scale,
-        softcap,
-        transform.bias,
-        *_sets(tokens, head, rows),
-    )
+    return cpu_library.HeadInputs(products, targets, temperature, scale, softcap, transform.bias, *sets)
 
 
 def _by_sums(work: Work, all_kept: bool) -> bool:

@@ -172,15 +172,10 @@ def native_products(head: LMHead, hidden: Tensor) -> cpu_library.HeadProducts:
     if head.base is not None and head.weight.shape[1] > 0:
         low_hidden = torch.stack([x.float() for x in head.weight_states(hidden)]).sum(0)
         low_weight, hidden = _adjacent(head.weight), hidden[:, : head.base_width]
+    weight, rounded = head.weight if head.base is None else head.base, cpu_library.scalar(head.compute_dtype)
+    row_scale, group_scale = (None if x is None else x.contiguous() for x in (head.row_scale, head.group_scale))
     return cpu_library.HeadProducts(
-        _adjacent(hidden),
-        _adjacent(head.weight if head.base is None else head.base),
-        None if head.row_scale is None else head.row_scale.contiguous(),
-        None if head.group_scale is None else head.group_scale.contiguous(),
-        head.codes,
-        cpu_library.scalar(head.compute_dtype),
-        low_hidden,
-        low_weight,
+        _adjacent(hidden), _adjacent(weight), row_scale, group_scale, head.codes, rounded, low_hidden, low_weight
     )
 
 
