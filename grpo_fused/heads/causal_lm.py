@@ -57,16 +57,10 @@ def grpo_loss_of(
         out = grpo_loss_of(model, input_ids, attention_mask, prompt_length, advantages, old_per_token_logps=old)
         out.loss.backward()
     """
-    hidden_states, completion_ids, mask = _completions(
-        model, input_ids, attention_mask, prompt_length, completion_mask, model_inputs
-    )
+    hidden, ids, mask = _completions(model, input_ids, attention_mask, prompt_length, completion_mask, model_inputs)
+    head = _head_of(model, options)
     return fused_linear_grpo_loss(
-        hidden_states,
-        completion_ids=completion_ids,
-        advantages=advantages,
-        completion_mask=mask,
-        **_head_of(model, options),
-        **options,
+        hidden, completion_ids=ids, advantages=advantages, completion_mask=mask, **head, **options
     )
 
 
@@ -94,12 +88,8 @@ def logprobs_of(
     Raises:
         ValueError, TypeError, RuntimeError: as `grpo_loss_of`.
     """
-    hidden_states, completion_ids, mask = _completions(
-        model, input_ids, attention_mask, prompt_length, completion_mask, model_inputs
-    )
-    return fused_linear_logprobs(
-        hidden_states, token_ids=completion_ids, mask=mask, **_head_of(model, options), **options
-    )
+    hidden, ids, mask = _completions(model, input_ids, attention_mask, prompt_length, completion_mask, model_inputs)
+    return fused_linear_logprobs(hidden, token_ids=ids, mask=mask, **_head_of(model, options), **options)
 
 
 def _head_of(model: nn.Module, options: Mapping[str, Any]) -> Mapping[str, Any]:
