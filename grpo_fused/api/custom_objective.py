@@ -138,12 +138,9 @@ def fused_linear_objective(
         if alternatives is not None and of_alternatives is not None:
             of_alternatives = of_alternatives[alternatives.places(rows)].clamp(min=LOWEST_LOGP)
         with torch.autocast(hidden_states.device.type, enabled=False):  # as the engines call it
-            shares = evaluation_of(call, rows).value(
-                slice(0, len(rows)),
-                scores.logps.reshape(-1)[rows].clamp(min=LOWEST_LOGP),
-                None if entropies is None else entropies.reshape(-1)[rows],
-                of_alternatives,
-            )
+            logps = scores.logps.reshape(-1)[rows].clamp(min=LOWEST_LOGP)
+            of_rows = None if entropies is None else entropies.reshape(-1)[rows]
+            shares = evaluation_of(call, rows).value(slice(0, len(rows)), logps, of_rows, of_alternatives)
         nothing = scores.logps.reshape(-1)[:0].sum()  # has a gradient, also if no token is active
         loss = shares.sum().to(scores.logps.dtype) + nothing
         return ObjectiveOutput(loss, scores.logps.detach(), None if entropies is None else entropies.detach())

@@ -363,15 +363,9 @@ def _gradient_of_scored(
     def coefficients(part: slice | Tensor, stats: Statistics) -> Coefficients:
         return found.select(part)._replace(statistics=stats)
 
-    known_work = replace(
-        work,
-        rows=rows,
-        with_entropy=found.dentropy is not None,
-        chunks=even_chunks(rows.shape[0], _chunk_rows(engine, work)),
-        coefficients=coefficients,
-        known=None if scores is None else scores.select(rows),
-    )
-    return engine.fused(known_work)[1]
+    chunks, known = even_chunks(len(rows), _chunk_rows(engine, work)), None if scores is None else scores.select(rows)
+    work = replace(work, rows=rows, with_entropy=found.dentropy is not None, chunks=chunks, known=known)
+    return engine.fused(replace(work, coefficients=coefficients))[1]
 
 
 def _of_all_ranks(scores: Statistics, ranks: TokenParallel | None) -> tuple[Tensor, Tensor | None]:

@@ -78,15 +78,10 @@ class Tokens(NamedTuple):
     def of(cls, call: LinearCall, vocab: VocabParallel | None = None) -> Tokens:
         """The positions of a call."""
         head, ids = call.lm_head, call.token_ids.reshape(-1).to(torch.int64)
-        return cls(
-            hidden_states=flat_view(call.hidden_states),
-            ids=ids if vocab is None else ids - vocab.first,
-            mask=active_tokens(call.mask, call.token_ids).reshape(-1),
-            temperature=head.temperature if head.temperatures is None else layout_of(call).per_token(head.temperatures),
-            vocab=vocab,
-            candidates=call.candidates.sets,
-            only_active=call.run.compact,
-        )
+        ids = ids if vocab is None else ids - vocab.first
+        mask = active_tokens(call.mask, call.token_ids).reshape(-1)
+        temperature = head.temperature if head.temperatures is None else layout_of(call).per_token(head.temperatures)
+        return cls(flat_view(call.hidden_states), ids, mask, temperature, vocab, call.candidates.sets, call.run.compact)
 
     def hidden_rows(self, rows: Tensor) -> Tensor:
         """[K, H]: hidden states at flat positions `rows` ([K] int64), 0 where masked."""

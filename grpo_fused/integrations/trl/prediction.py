@@ -145,20 +145,15 @@ class PredictedLogprobs(torch.autograd.Function):
         if scale is None:
             ctx.counts.recomputed += 1
             with whole(weight, bias):  # under DeepSpeed ZeRO-3, as TRL does in its own backward
-                dhidden, dweight, dbias = operators.linear_logprobs_gradient(
-                    *flat(LogprobsGradientCall(call, None, dlogps, dentropies, None, needs))
-                )
+                again = LogprobsGradientCall(call, None, dlogps, dentropies, None, needs)
+                dhidden, dweight, dbias = operators.linear_logprobs_gradient(*flat(again))
         else:
             ctx.counts.fused += 1
             dhidden = _spread(times(dhidden, scale), rows, hidden) if needs.need_hidden else dhidden
             dweight = scaled(dweight, scale, weight.dtype, call.run.engine) if needs.need_weight else dweight
             dbias = dbias * scale
-        return (
-            dhidden.to(hidden.dtype) if needs.need_hidden else None,
-            dweight.to(weight.dtype) if needs.need_weight else None,
-            dbias.to(bias.dtype) if needs.need_bias and bias is not None else None,
-            *(None,) * 5,
-        )
+        made = zip((dhidden, dweight, dbias), tensors_of(call), needs, strict=True)
+        return *(x.to(of.dtype) if need and of is not None else None for x, of, need in made), *(None,) * 5
 
 
 def _predicted(
