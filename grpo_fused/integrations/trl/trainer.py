@@ -154,14 +154,8 @@ class FusedLoss(ExactTruncation):
         kind = LOSS_TYPES.get(self.loss_type)
         if kind is None:
             return GRPOLossConfig(loss_type=self.loss_type)  # an error, which names the known ones
-        values = {
-            **vars(self.args),
-            "epsilon": self.epsilon_low,
-            "epsilon_high": self.epsilon_high,
-            "importance_sampling_level": self.importance_sampling_level,
-            "max_completion_length": self.max_completion_length,
-            "off_policy_mask_threshold": self.off_policy_mask_threshold,
-        }
+        own = ("epsilon_high", "importance_sampling_level", "max_completion_length", "off_policy_mask_threshold")
+        values = {**vars(self.args), "epsilon": self.epsilon_low, **{name: getattr(self, name) for name in own}}
         return GRPOLossConfig(
             loss_type=self.loss_type,
             beta=self.beta,
