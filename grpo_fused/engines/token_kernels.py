@@ -28,11 +28,4 @@ def objective_numbers(config: GRPOLossConfig) -> ObjectiveNumbers:
 def token_inputs(batch: TokenBatch, config: GRPOLossConfig) -> TokenInputs:
     """The per-token tensors of a batch."""
     bonus = None if config.entropy_coef == 0.0 else config.entropy_coef / batch.total.clamp(min=1.0)
-    return TokenInputs(
-        advantages=batch.advantages,
-        weight=batch.weight,
-        old=batch.old,
-        ref=batch.ref,
-        is_ratio=batch.is_ratio,
-        entropy_weight=bonus,
-    )
+    return TokenInputs(batch.advantages, batch.weight, batch.old, batch.ref, batch.is_ratio, bonus)

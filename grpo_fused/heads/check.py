@@ -239,12 +239,8 @@ def _token_inputs(model: nn.Module, weight: Tensor) -> dict[str, Any]:
     """Eight ordinary tokens: none that the config names as special, since it may represent an image."""
     table = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
     table = table if isinstance(table, Tensor) and table.dim() == 2 else weight
-    special = {
-        value
-        for source in configs(model)
-        for name, value in vars(source).items()
-        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
-    }
+    fields = itertools.chain.from_iterable(vars(source).items() for source in configs(model))
+    special = {x for name, x in fields if name.endswith(("_token_id", "_token_index")) and isinstance(x, int)}
     size = min(len(table), len(weight), 64 + len(special))
     ids = [i for i in range(size) if i not in special] or [0]
     input_ids = torch.tensor([[ids[(7 * t + 3) % len(ids)] for t in range(NUM_TOKENS)]], device=table.device)
