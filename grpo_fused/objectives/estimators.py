@@ -117,7 +117,7 @@ def remax(rewards: Rewards, baselines: Tensor, *, weights: Weights = None) -> Te
 
     Source: arXiv 2310.10505; checked against verl 0.9.1 `remax`.
     """
-    summed = _summed(rewards, weights)
+    summed = weighted_sum(as_table(rewards), weights)
     check.check_tensor(baselines, "baselines", check.FLOAT, tuple(summed.shape))
     if not baselines.isfinite().all():
         raise ValueError("baselines must be finite; got others")
@@ -347,7 +347,7 @@ def at_last_token(rewards: Rewards, mask: Tensor, *, weights: Weights = None) ->
         ValueError: wrong shapes, infinite rewards.
         TypeError: rewards, weights or a mask that are not numbers.
     """
-    summed = _summed(rewards, weights)
+    summed = weighted_sum(as_table(rewards), weights)
     check.check_tensor(mask, "mask", check.ZERO_OR_ONE, (len(summed), "T"))
     check.check_zero_or_one(mask)
     active = mask != 0
@@ -355,14 +355,9 @@ def at_last_token(rewards: Rewards, mask: Tensor, *, weights: Weights = None) ->
     return torch.where(active & (following == 1), summed.nan_to_num(nan=0.0).to(mask.device).unsqueeze(1), 0.0)
 
 
-def _summed(rewards: Rewards, weights: Weights) -> Tensor:
-    """[N] fp64, NaN where not judged."""
-    return weighted_sum(as_table(rewards), weights)
-
-
 def _groups(rewards: Rewards, num_generations: int, weights: Weights) -> Tensor:
     """[groups, num_generations] fp64, NaN where not judged."""
-    summed = _summed(rewards, weights)
+    summed = weighted_sum(as_table(rewards), weights)
     check_groups(len(summed), num_generations)
     return summed.view(-1, num_generations)
 
