@@ -11,24 +11,7 @@ from torch import Tensor
 
 from grpo_fused.api import operators
 from grpo_fused.api.pipeline import times_dlogp
-from grpo_fused.call.calls import (
-    CandidateGradientCall,
-    CustomCall,
-    DivergenceCall,
-    LogitsCall,
-    LogitsGradientCall,
-    LogprobsCall,
-    LogprobsGradientCall,
-    LossCall,
-    Needs,
-    ObjectiveCall,
-    Scores,
-    attach,
-    detach,
-    flat,
-    tensors_of,
-    with_tensors,
-)
+from grpo_fused.call import calls
 from grpo_fused.engines import triton
 from grpo_fused.engines.base import Tokens
 
@@ -74,23 +57,23 @@ class LinearLoss(torch.autograd.Function):
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        call: LossCall | CustomCall | DivergenceCall,
+        call: calls.LossCall | calls.CustomCall | calls.DivergenceCall,
     ) -> Any:
-        call = with_tensors(call, hidden_states, weight, bias)
-        if isinstance(call, CustomCall):
+        call = calls.with_tensors(call, hidden_states, weight, bias)
+        if isinstance(call, calls.CustomCall):
             result = operators.linear_objective(call)
-        elif isinstance(call, DivergenceCall):
-            result = operators.LossResult(*operators.linear_divergence(*flat(call)))
+        elif isinstance(call, calls.DivergenceCall):
+            result = operators.LossResult(*operators.linear_divergence(*calls.flat(call)))
         else:
-            result = operators.LossResult(*operators.linear_grpo_loss(*flat(call)))
+            result = operators.LossResult(*operators.linear_grpo_loss(*calls.flat(call)))
         ctx.later, ctx.engine = not call.run.any_whole, call.run.engine
         ctx.leaf = weight if call.run.adds_to_grad and weight.is_leaf else None
         tensors: list[Tensor] = []
         if ctx.later:
-            scored = LogprobsCall(
+            scored = calls.LogprobsCall(
                 hidden_states, call.lm_head, call.token_ids, call.mask, call.candidates, False, call.run
             )  # fmt: skip
-            ctx.call, tensors = detach(CandidateGradientCall(scored, result.dcandidates, call.needs))
+            ctx.call, tensors = calls.detach(calls.CandidateGradientCall(scored, result.dcandidates, call.needs))
         link = result.loss.new_empty(0)
         ctx.save_for_backward(link, result.dhidden, result.dweight, result.dbias, *tensors)
         inputs = zip((hidden_states, weight, bias), call.needs, strict=True)
@@ -106,12 +89,12 @@ class LinearLoss(torch.autograd.Function):
             return None, None, None, None
         (_, dhidden, dweight, dbias, *tensors), (hidden_dtype, weight_dtype, bias_dtype) = saved, ctx.dtypes
         if ctx.later and (weight_dtype is not None or bias_dtype is not None):
-            call: CandidateGradientCall = attach(ctx.call, tensors)
+            call: calls.CandidateGradientCall = calls.attach(ctx.call, tensors)
             # scaled before it is rounded: fp16 may need it
             call = call._replace(dproducts=call.dproducts * dloss, needs=call.needs._replace(need_hidden=False))
             add_to = None if weight_dtype is None else _grad_to_add_to(ctx, dloss)
             if add_to is None:
-                _, dweight, dbias = operators.candidate_weight_gradient(*flat(call))
+                _, dweight, dbias = operators.candidate_weight_gradient(*calls.flat(call))
             else:
                 dbias, weight_dtype = operators.candidate_gradient(call, add_to).dbias, None
         else:
@@ -133,10 +116,10 @@ class LinearLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: LogprobsCall) -> Any:
-        call = with_tensors(call, hidden_states, weight, bias)
-        scores = Scores(*operators.linear_logprobs(*flat(call)))
-        ctx.call, tensors = detach(call)
+    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: calls.LogprobsCall) -> Any:
+        call = calls.with_tensors(call, hidden_states, weight, bias)
+        scores = calls.Scores(*operators.linear_logprobs(*calls.flat(call)))
+        ctx.call, tensors = calls.detach(call)
         ctx.leaf = weight if call.run.adds_to_grad and not call.run.any_whole and weight.is_leaf else None
         ctx.save_for_backward(*scores, *tensors)
         ctx.set_materialize_grads(False)
@@ -151,9 +134,9 @@ class LinearLogprobs(torch.autograd.Function):
         ctx: Any, saved: tuple[Any, ...], dlogps: Tensor | None, dentropies: Tensor | None,
         dalternatives: Tensor | None,
     ) -> Any:  # fmt: skip
-        count = len(Scores._fields)
-        scores = Scores(*saved[:count])
-        call: LogprobsCall = attach(ctx.call, saved[count:])
+        count = len(calls.Scores._fields)
+        scores = calls.Scores(*saved[:count])
+        call: calls.LogprobsCall = calls.attach(ctx.call, saved[count:])
         # torch.compile passes zeros for an empty placeholder
         dentropies = dentropies if call.with_entropy else None
         dalternatives = None if call.alternatives.sets is None else dalternatives
@@ -166,16 +149,16 @@ class LinearLogprobs(torch.autograd.Function):
             of_logps, dlogps = times_dlogp(scores.dhidden, known), None
             if dentropies is None:
                 return of_logps.to(call.hidden_states.dtype), None, None, None
-        needs = Needs(*ctx.needs_input_grad[:3])
-        gradient_call = LogprobsGradientCall(call, scores, dlogps, dentropies, dalternatives, needs)
+        needs = calls.Needs(*ctx.needs_input_grad[:3])
+        gradient_call = calls.LogprobsGradientCall(call, scores, dlogps, dentropies, dalternatives, needs)
         add_to = _grad_to_add_to(ctx, dlogps, dentropies, dalternatives) if needs.need_weight else None
         if add_to is None:
-            gradients = operators.HeadGradients(*operators.linear_logprobs_gradient(*flat(gradient_call)))
+            gradients = operators.HeadGradients(*operators.linear_logprobs_gradient(*calls.flat(gradient_call)))
         else:
             gradients, needs = operators.logprobs_gradient(gradient_call, add_to), needs._replace(need_weight=False)
         if of_logps is not None:
             gradients = gradients._replace(dhidden=gradients.dhidden + of_logps)
-        made = zip(gradients, tensors_of(call), needs, strict=True)
+        made = zip(gradients, calls.tensors_of(call), needs, strict=True)
         return *(gradient.to(x.dtype) if need and x is not None else None for gradient, x, need in made), None
 
 
@@ -186,9 +169,9 @@ class GRPOObjective(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, per_token_logps: Tensor, entropies: Tensor | None, call: ObjectiveCall) -> Any:
+    def forward(ctx: Any, per_token_logps: Tensor, entropies: Tensor | None, call: calls.ObjectiveCall) -> Any:
         call = call._replace(per_token_logps=per_token_logps, entropies=entropies)
-        result = operators.ObjectiveResult(*operators.grpo_objective(*flat(call)))
+        result = operators.ObjectiveResult(*operators.grpo_objective(*calls.flat(call)))
         link = result.loss.new_empty(0)
         ctx.save_for_backward(link, result.dlogps, result.dentropies)
         ctx.has_bonus = result.dentropies.shape == result.logps.shape and entropies is not None
@@ -212,10 +195,10 @@ class SelectiveLogprobs(torch.autograd.Function):
     """(logps, entropies) from logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, call: LogitsCall) -> Any:
+    def forward(ctx: Any, logits: Tensor, call: calls.LogitsCall) -> Any:
         call = call._replace(logits=logits)
-        logps, entropies = (x.clone() for x in operators.selective_logprobs(*flat(call)))  # to be changed in place
-        ctx.call, tensors = detach(call)
+        logps, entropies = (x.clone() for x in operators.selective_logprobs(*calls.flat(call)))  # to be changed in place
+        ctx.call, tensors = calls.detach(call)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         if not call.with_entropy:
@@ -225,11 +208,13 @@ class SelectiveLogprobs(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, saved: tuple[Any, ...], dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
-        call: LogitsCall = attach(ctx.call, saved)
+        call: calls.LogitsCall = calls.attach(ctx.call, saved)
         dentropies = dentropies if call.with_entropy else None  # torch.compile passes zeros for the empty placeholder
         if dlogps is None and dentropies is None:
             return None, None
-        return operators.selective_logprobs_gradient(*flat(LogitsGradientCall(call, dlogps, dentropies))), None
+        return operators.selective_logprobs_gradient(
+            *calls.flat(calls.LogitsGradientCall(call, dlogps, dentropies))
+        ), None
 
 
 def times(gradient: Tensor, factor: Tensor) -> Tensor:

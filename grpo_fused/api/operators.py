@@ -25,26 +25,7 @@ from grpo_fused.api.pipeline import (
     run_loss,
     run_objective,
 )
-from grpo_fused.call.calls import (
-    HIDDEN_ALONE,
-    NO_GRADIENT,
-    CandidateGradientCall,
-    CustomCall,
-    DivergenceCall,
-    LinearCall,
-    LogitsCall,
-    LogitsGradientCall,
-    LogprobsCall,
-    LogprobsGradientCall,
-    LossCall,
-    Needs,
-    ObjectiveCall,
-    Scores,
-    TokensCall,
-    build,
-    fields_of,
-    layout_of,
-)
+from grpo_fused.call import calls
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.validation import check_loss_values, check_token_values
@@ -74,7 +55,7 @@ def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
     """
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint)
-        for name, hint in fields_of(kind).items()
+        for name, hint in calls.fields_of(kind).items()
     ]
     returns = tuple[(Tensor,) * len(result._fields)] if hasattr(result, "_fields") else result  # type: ignore[misc]
 
@@ -83,7 +64,7 @@ def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
         operator: Any = torch.library.custom_op(
             f"grpo_fused::{body.__name__}", body, mutates_args=(), tags=torch.Tag.cudagraph_unsafe
         )
-        operator.fake = lambda fake: operator.register_fake(lambda *values: fake(build(kind, iter(values))))
+        operator.fake = lambda fake: operator.register_fake(lambda *values: fake(calls.build(kind, iter(values))))
         return operator
 
     return make
@@ -97,9 +78,9 @@ def _plain(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _shared(call: LinearCall | LogprobsGradientCall) -> Iterator[tuple[Tokens, TokenParallel | None]]:
+def _shared(call: calls.LinearCall | calls.LogprobsGradientCall) -> Iterator[tuple[Tokens, TokenParallel | None]]:
     """The tokens of a call and the ranks that have others, after the handshake; all ranks fail if one does."""
-    scored = call.forward if isinstance(call, LogprobsGradientCall) else call
+    scored = call.forward if isinstance(call, calls.LogprobsGradientCall) else call
     with _plain(scored.token_ids.device):
         vocab, ranks = join(call)
         with failing_together(vocab, ranks):
@@ -131,16 +112,16 @@ class LossResult(NamedTuple):
     """[K] dL/d(product) of each candidate; if all tokens have a set, the backward computes dW and db from it"""
 
 
-@_operator(LossCall, LossResult)
+@_operator(calls.LossCall, LossResult)
 def linear_grpo_loss(*values: Any) -> LossResult:
     """The loss from hidden states and head, and its gradients."""
-    call: LossCall = build(LossCall, iter(values))
+    call: calls.LossCall = calls.build(calls.LossCall, iter(values))
     with _shared(call) as (tokens, ranks):
         return _loss_result(call, run_loss(_engine(call, tokens), tokens, call, ranks))
 
 
 @linear_grpo_loss.fake  # type: ignore[untyped-decorator]
-def _(call: LossCall) -> LossResult:
+def _(call: calls.LossCall) -> LossResult:
     logps = call.hidden_states.new_empty(call.completion_ids.shape, dtype=call.lm_head.statistics_dtype)
     config, ids = GRPOLossConfig.decode(call.config), call.candidates.ids
     names = loss_metric_names(config, with_kl=call.with_kl, complete=call.with_metrics)
@@ -154,7 +135,7 @@ def _(call: LossCall) -> LossResult:
     )
 
 
-def linear_objective(call: CustomCall) -> LossResult:
+def linear_objective(call: calls.CustomCall) -> LossResult:
     """The loss of a custom objective; not an operator, since an operator takes no function."""
     with _shared(call) as (tokens, ranks):
         parts = run_objective(_engine(call, tokens), tokens, call, _alternatives(call, tokens))
@@ -162,35 +143,35 @@ def linear_objective(call: CustomCall) -> LossResult:
     return _loss_result(call, parts._replace(loss=loss.to(parts.logps.dtype)))
 
 
-@_operator(LogprobsCall, Scores)
-def linear_logprobs(*values: Any) -> Scores:
+@_operator(calls.LogprobsCall, calls.Scores)
+def linear_logprobs(*values: Any) -> calls.Scores:
     """Log-probs and entropies from hidden states and head, and what the gradient needs."""
-    call: LogprobsCall = build(LogprobsCall, iter(values))
+    call: calls.LogprobsCall = calls.build(calls.LogprobsCall, iter(values))
     with _shared(call) as (tokens, _):
         scores, others, dhidden = run_logprobs(_engine(call, tokens), tokens, call, _alternatives(call, tokens))
     shape, hidden = call.token_ids.shape, call.hidden_states
     entropies = _shaped(scores.entropy, shape, scores.logp)
     dhidden = _shaped(dhidden, hidden.shape, hidden)
-    return Scores(scores.logp.view(shape), entropies, scores.max, scores.log_sum, others, dhidden)
+    return calls.Scores(scores.logp.view(shape), entropies, scores.max, scores.log_sum, others, dhidden)
 
 
 @linear_logprobs.fake  # type: ignore[untyped-decorator]
-def _(call: LogprobsCall) -> Scores:
+def _(call: calls.LogprobsCall) -> calls.Scores:
     like = call.hidden_states.new_empty(0, dtype=call.lm_head.statistics_dtype)
     row, ids = like.new_empty(call.token_ids.numel()), call.alternatives.ids
     others = _nothing(like) if ids is None else like.new_empty(ids.shape)
-    dhidden = _fake_gradients(call, HIDDEN_ALONE if call.with_dhidden else NO_GRADIENT).dhidden
+    dhidden = _fake_gradients(call, calls.HIDDEN_ALONE if call.with_dhidden else calls.NO_GRADIENT).dhidden
     scores = _fake_scores(like, call.token_ids, call.with_entropy)
-    return Scores(*scores, row, torch.empty_like(row), others, dhidden)
+    return calls.Scores(*scores, row, torch.empty_like(row), others, dhidden)
 
 
-@_operator(LogprobsGradientCall, HeadGradients)
+@_operator(calls.LogprobsGradientCall, HeadGradients)
 def linear_logprobs_gradient(*values: Any) -> HeadGradients:
     """Gradients of log-probs and entropies. Without the scores of the forward pass these are computed again."""
-    return logprobs_gradient(build(LogprobsGradientCall, iter(values)))
+    return logprobs_gradient(calls.build(calls.LogprobsGradientCall, iter(values)))
 
 
-def logprobs_gradient(call: LogprobsGradientCall, add_to: Tensor | None = None) -> HeadGradients:
+def logprobs_gradient(call: calls.LogprobsGradientCall, add_to: Tensor | None = None) -> HeadGradients:
     """See `linear_logprobs_gradient`; `add_to`: see `candidate_gradient`."""
     scored, scores, known = call.forward, call.scores, None
     if scores is not None:
@@ -207,13 +188,13 @@ def logprobs_gradient(call: LogprobsGradientCall, add_to: Tensor | None = None) 
 linear_logprobs_gradient.fake(lambda call: _fake_gradients(call.forward, call.needs))
 
 
-@_operator(CandidateGradientCall, HeadGradients)
+@_operator(calls.CandidateGradientCall, HeadGradients)
 def candidate_weight_gradient(*values: Any) -> HeadGradients:
     """dW and db from the derivatives of candidates; dH was made in the forward pass."""
-    return candidate_gradient(build(CandidateGradientCall, iter(values)))
+    return candidate_gradient(calls.build(calls.CandidateGradientCall, iter(values)))
 
 
-def candidate_gradient(call: CandidateGradientCall, add_to: Tensor | None = None) -> HeadGradients:
+def candidate_gradient(call: calls.CandidateGradientCall, add_to: Tensor | None = None) -> HeadGradients:
     """See `candidate_weight_gradient`; dW is added to `add_to` [V, H], if there is one, which is then the result."""
     scored = call.forward
     with _plain(scored.token_ids.device):
@@ -224,16 +205,16 @@ def candidate_gradient(call: CandidateGradientCall, add_to: Tensor | None = None
 candidate_weight_gradient.fake(lambda call: _fake_gradients(call.forward, call.needs))
 
 
-@_operator(DivergenceCall, LossResult)
+@_operator(calls.DivergenceCall, LossResult)
 def linear_divergence(*values: Any) -> LossResult:
     """The divergence of a policy from another head in place of log-probs, and the gradients of its weighted sum."""
-    call: DivergenceCall = build(DivergenceCall, iter(values))
+    call: calls.DivergenceCall = calls.build(calls.DivergenceCall, iter(values))
     with _shared(call) as (tokens, _):
         return _loss_result(call, run_divergence(call, tokens))
 
 
 @linear_divergence.fake  # type: ignore[untyped-decorator]
-def _(call: DivergenceCall) -> LossResult:
+def _(call: calls.DivergenceCall) -> LossResult:
     row = call.mask.new_empty(call.mask.shape, dtype=call.lm_head.statistics_dtype)
     made = _fake_gradients(call, call.needs, heads=1 if call.other_lm_head is None else 2)
     return LossResult(row.new_empty(()), row, torch.empty_like(row), _nothing(row), *made, _nothing(row))
@@ -250,10 +231,10 @@ class ObjectiveResult(NamedTuple):
     dentropies: Tensor
 
 
-@_operator(ObjectiveCall, ObjectiveResult)
+@_operator(calls.ObjectiveCall, ObjectiveResult)
 def grpo_objective(*values: Any) -> ObjectiveResult:
     """The loss from log-probs, and its derivatives."""
-    call: ObjectiveCall = build(ObjectiveCall, iter(values))
+    call: calls.ObjectiveCall = calls.build(calls.ObjectiveCall, iter(values))
     layout, config = Layout.of(call.per_token_logps, call.cu_seqlens), GRPOLossConfig.decode(call.config)
     with _plain(call.per_token_logps.device):
         check_loss_values(call.inputs, layout, call.entropies)
@@ -278,7 +259,7 @@ def grpo_objective(*values: Any) -> ObjectiveResult:
 
 
 @grpo_objective.fake  # type: ignore[untyped-decorator]
-def _(call: ObjectiveCall) -> ObjectiveResult:
+def _(call: calls.ObjectiveCall) -> ObjectiveResult:
     logps = call.per_token_logps
     logp = logps.new_empty(logps.shape, dtype=torch.promote_types(logps.dtype, torch.float32))
     config, has_entropy = GRPOLossConfig.decode(call.config), call.entropies is not None
@@ -293,10 +274,10 @@ def _(call: ObjectiveCall) -> ObjectiveResult:
     )
 
 
-@_operator(LogitsCall, tuple[Tensor, Tensor])
+@_operator(calls.LogitsCall, tuple[Tensor, Tensor])
 def selective_logprobs(*values: Any) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies from logits, in the shape of the ids."""
-    call: LogitsCall = build(LogitsCall, iter(values))
+    call: calls.LogitsCall = calls.build(calls.LogitsCall, iter(values))
     layout = Layout.of(call.token_ids)
     with _plain(call.logits.device):
         check_token_values(call.token_ids, call.mask, call.logits.shape[-1], call.temperatures, layout)
@@ -305,15 +286,15 @@ def selective_logprobs(*values: Any) -> tuple[Tensor, Tensor]:
 
 
 @selective_logprobs.fake  # type: ignore[untyped-decorator]
-def _(call: LogitsCall) -> tuple[Tensor, Tensor]:
+def _(call: calls.LogitsCall) -> tuple[Tensor, Tensor]:
     like = call.logits.new_empty(0, dtype=torch.promote_types(call.logits.dtype, torch.float32))
     return _fake_scores(like, call.token_ids, call.with_entropy)
 
 
-@_operator(LogitsGradientCall, Tensor)
+@_operator(calls.LogitsGradientCall, Tensor)
 def selective_logprobs_gradient(*values: Any) -> Tensor:
     """dlogits in the dtype of the logits."""
-    call: LogitsGradientCall = build(LogitsGradientCall, iter(values))
+    call: calls.LogitsGradientCall = calls.build(calls.LogitsGradientCall, iter(values))
     with _plain(call.forward.logits.device):
         layout = Layout.of(call.forward.token_ids)
         return logits.gradient(call.forward, layout, call.dlogps, call.dentropies).view(call.forward.logits.shape)
@@ -330,8 +311,8 @@ def _shaped(x: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
     return _nothing(like) if x is None else x.view(shape)
 
 
-def _loss_result(call: LinearCall, parts: LossParts) -> LossResult:
-    shape = layout_of(call).shape
+def _loss_result(call: calls.LinearCall, parts: LossParts) -> LossResult:
+    shape = calls.layout_of(call).shape
     values = [x.to(torch.float32) for x in parts.metrics.values()]
     return LossResult(
         parts.loss,
@@ -348,7 +329,7 @@ def _fake_scores(like: Tensor, token_ids: Tensor, with_entropy: bool) -> tuple[T
     return logps, torch.empty_like(logps) if with_entropy else _nothing(logps)
 
 
-def _head_gradients(call: LinearCall, gradients: Gradients) -> HeadGradients:
+def _head_gradients(call: calls.LinearCall, gradients: Gradients) -> HeadGradients:
     hidden, weight = call.hidden_states, call.lm_head.weight
     return HeadGradients(
         _shaped(gradients.hidden, hidden.shape, hidden),
@@ -357,7 +338,7 @@ def _head_gradients(call: LinearCall, gradients: Gradients) -> HeadGradients:
     )
 
 
-def _engine(call: TokensCall, tokens: Tokens) -> Engine:
+def _engine(call: calls.TokensCall, tokens: Tokens) -> Engine:
     engine = engines.engine(call.run.engine)
     if tokens.candidates is None:
         return engine
@@ -366,11 +347,11 @@ def _engine(call: TokensCall, tokens: Tokens) -> Engine:
     return CandidateEngine(engine, tokens.candidates, _pairs(call), call.run.any_whole, most)
 
 
-def _pairs(call: TokensCall) -> Pairs:
+def _pairs(call: calls.TokensCall) -> Pairs:
     return engines.pairs(call.run.engine, call.hidden_states.device, call.lm_head.compute_dtype)
 
 
-def _alternatives(call: CustomCall | LogprobsCall, tokens: Tokens) -> Alternatives | None:
+def _alternatives(call: calls.CustomCall | calls.LogprobsCall, tokens: Tokens) -> Alternatives | None:
     sets = call.alternatives.sets
     if sets is None:
         return None
@@ -380,7 +361,7 @@ def _alternatives(call: CustomCall | LogprobsCall, tokens: Tokens) -> Alternativ
 
 
 def _candidate_gradients(
-    call: LogprobsCall, tokens: Tokens, gradients: Gradients, needs: Needs, add_to: Tensor | None
+    call: calls.LogprobsCall, tokens: Tokens, gradients: Gradients, needs: calls.Needs, add_to: Tensor | None
 ) -> HeadGradients:
     """With dW in the weight's dtype and db, from the derivatives of candidates."""
     head, weight = rounded_bias(call.hidden_states, call.lm_head), call.lm_head.weight
@@ -393,7 +374,9 @@ def _candidate_gradients(
     return _head_gradients(call, made)
 
 
-def _fake_gradients(call: LinearCall, needs: Needs, *, in_forward: bool = False, heads: int = 0) -> HeadGradients:
+def _fake_gradients(
+    call: calls.LinearCall, needs: calls.Needs, *, in_forward: bool = False, heads: int = 0
+) -> HeadGradients:
     """`heads`: those that the engine of divergences compares."""
     head, hidden, weight, run = call.lm_head, call.hidden_states, call.lm_head.weight, call.run
     if not run.any_whole:

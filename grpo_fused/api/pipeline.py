@@ -20,18 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from grpo_fused.call.calls import (
-    HIDDEN_ALONE,
-    NO_GRADIENT,
-    CustomCall,
-    DivergenceCall,
-    LinearCall,
-    LMHead,
-    LogprobsCall,
-    LogprobsGradientCall,
-    LossCall,
-    layout_of,
-)
+from grpo_fused.call import calls
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.engines.alternatives import Alternatives, cut
 from grpo_fused.engines.base import (
@@ -67,10 +56,10 @@ class LossParts(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParallel | None = None) -> LossParts:
+def run_loss(engine: Engine, tokens: Tokens, call: calls.LossCall, ranks: TokenParallel | None = None) -> LossParts:
     """Loss, scores, metrics and gradients of one call; `ranks` have other tokens of the batch."""
     head, run, needs, config = _head(call), call.run, call.needs, GRPOLossConfig.decode(call.config)
-    batch = TokenBatch.build(call.inputs, layout_of(call), config, head.statistics_dtype, ranks)
+    batch = TokenBatch.build(call.inputs, calls.layout_of(call), config, head.statistics_dtype, ranks)
     mine = None if ranks is None else ranks.mine
     matters = batch.may_have_gradient(config)  # the others add exactly 0 to the loss too
     local_batch = batch  # the positions of this rank among those of all
@@ -100,7 +89,7 @@ def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParalle
         rows, scored_only = order[:first], order[first:last]
     else:
         rows = all_rows(tokens.ids)
-        scored_only, layout = rows[:0], layout_of(call)
+        scored_only, layout = rows[:0], calls.layout_of(call)
         if layout.cu_seqlens is None:
             lengths = [layout.shape[1]] * layout.num_sequences
     work = replace(work, rows=rows)
@@ -142,7 +131,9 @@ def run_loss(engine: Engine, tokens: Tokens, call: LossCall, ranks: TokenParalle
     return LossParts(result.loss, scores.logp, scores.entropy, gradients, metrics)
 
 
-def run_objective(engine: Engine, tokens: Tokens, call: CustomCall, alternatives: Alternatives | None) -> LossParts:
+def run_objective(
+    engine: Engine, tokens: Tokens, call: calls.CustomCall, alternatives: Alternatives | None
+) -> LossParts:
     """Loss (0-d fp64), scores and gradients of a custom objective."""
     head, run, needs = _head(call), call.run, call.needs
     rows = tokens.mask.nonzero().squeeze(1)  # the objective sees active tokens only
@@ -197,15 +188,15 @@ def run_objective(engine: Engine, tokens: Tokens, call: CustomCall, alternatives
     return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
 
 
-def evaluation_of(call: CustomCall, rows: Tensor) -> Evaluation:
+def evaluation_of(call: calls.CustomCall, rows: Tensor) -> Evaluation:
     """The objective of a call, on its active tokens at `rows`."""
-    layout, alternatives, scope = layout_of(call), call.alternatives.sets, cast(Scope, call.scope)
+    layout, alternatives, scope = calls.layout_of(call), call.alternatives.sets, cast(Scope, call.scope)
     return Evaluation(
         call.objective, call.inputs, layout, rows, scope, call.with_entropy, alternatives, call.alternative_inputs
     )
 
 
-def run_divergence(call: DivergenceCall, tokens: Tokens) -> LossParts:
+def run_divergence(call: calls.DivergenceCall, tokens: Tokens) -> LossParts:
     """The weighted sum of divergences: a product for each head, two for the gradients."""
     head, run = _head(call), call.run
     weights = torch.where(tokens.mask, call.weights.reshape(-1), 0.0).to(head.statistics_dtype)
@@ -224,7 +215,7 @@ def run_divergence(call: DivergenceCall, tokens: Tokens) -> LossParts:
 
 
 def run_logprobs(
-    engine: Engine, tokens: Tokens, call: LogprobsCall, alternatives: Alternatives | None = None
+    engine: Engine, tokens: Tokens, call: calls.LogprobsCall, alternatives: Alternatives | None = None
 ) -> tuple[Statistics, Tensor, Tensor | None]:
     """Scores of all N positions, log-probs of all alternatives and, if requested, dlogp/dh [N, H]; 0 where masked."""
     head, run = _head(call), call.run
@@ -232,7 +223,7 @@ def run_logprobs(
     candidate_z = None if alternatives is None else alternatives.candidate_z
     work = Work(
         head, tokens, tokens.ids[:0], call.with_entropy, run.max_scratch_bytes, candidate_z=candidate_z,
-        needs=HIDDEN_ALONE if call.with_dhidden else NO_GRADIENT, only_logps=call.with_dhidden,
+        needs=calls.HIDDEN_ALONE if call.with_dhidden else calls.NO_GRADIENT, only_logps=call.with_dhidden,
     )  # fmt: skip
     started = None
     if not run.compact:
@@ -257,7 +248,7 @@ def run_logprobs(
 def run_logprobs_gradient(
     engine: Engine,
     tokens: Tokens,
-    call: LogprobsGradientCall,
+    call: calls.LogprobsGradientCall,
     scores: Statistics | None,
     alternatives: Alternatives | None = None,
 ) -> Gradients:
@@ -280,7 +271,7 @@ def run_logprobs_gradient(
     return _gradient_of_scored(engine, work, scores, None, found, run.compact)
 
 
-def _head(call: LinearCall) -> LMHead:
+def _head(call: calls.LinearCall) -> calls.LMHead:
     return rounded_bias(call.hidden_states, call.lm_head)
 
 
@@ -328,7 +319,7 @@ def _score_first(
     If only dlogp/dh [N, H] will be needed, it is made in the same pass, and returned, where `early` allows.
     """
     work = replace(work, started=started)
-    if not early or work.needs != HIDDEN_ALONE or not work.only_logps:
+    if not early or work.needs != calls.HIDDEN_ALONE or not work.only_logps:
         _score(engine, work, scores)
         return None
     statistics, gradients = engine.fused(replace(
@@ -396,7 +387,7 @@ def sequence_chunks(lengths: list[int], chunk_rows: int) -> tuple[slice, ...] | 
 
 
 def _in_order(
-    batch: TokenBatch, undecided: Tensor, matters: Tensor, config: GRPOLossConfig, call: LossCall
+    batch: TokenBatch, undecided: Tensor, matters: Tensor, config: GRPOLossConfig, call: calls.LossCall
 ) -> tuple[Tensor, Tensor]:
     """All positions, first those with a gradient, then those that are only scored; and numbers, on the device.
 

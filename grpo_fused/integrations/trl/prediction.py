@@ -19,21 +19,7 @@ from torch import Tensor
 
 from grpo_fused.api import operators
 from grpo_fused.api.autograd import first_order, scaled, times
-from grpo_fused.call.calls import (
-    LogprobsCall,
-    LogprobsGradientCall,
-    LossCall,
-    LossInputs,
-    Needs,
-    ObjectiveCall,
-    Scores,
-    TokenSets,
-    attach,
-    detach,
-    flat,
-    tensors_of,
-    with_tensors,
-)
+from grpo_fused.call import calls
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import offsets_of
 from grpo_fused.integrations.trl.zero import whole
@@ -65,13 +51,13 @@ class Prediction:
     """[B, T]"""
     completion_mask: Tensor
     """[B, T]: the positions that are scored"""
-    inputs: LossInputs
+    inputs: calls.LossInputs
     """of the loss, [B], [B, 1] or [B, T]; its mask (bool) has the positions that count in it"""
     counts: Counts = field(default_factory=Counts)
     used: bool = False
     """whether the scores that it is about have been made: any further ones are about something else"""
 
-    def take(self, targets: Tensor) -> tuple[Tensor, LossInputs, Tensor] | None:
+    def take(self, targets: Tensor) -> tuple[Tensor, calls.LossInputs, Tensor] | None:
         """(rows, inputs, offsets) of it, once, among rows of hidden states that have these targets.
 
         None where those are not the loss's.
@@ -97,7 +83,7 @@ class Prediction:
         if count == 0 or (count == batch and bool((lengths != 1).any())):
             return None  # little to gain; and one value for each token would look like one for each sequence
         offsets = offsets_of(lengths)
-        inputs = LossInputs._make(None if x is None else self._pack(x.to(device), mask) for x in self.inputs)
+        inputs = calls.LossInputs._make(None if x is None else self._pack(x.to(device), mask) for x in self.inputs)
         return rows, inputs, offsets
 
     @staticmethod
@@ -118,14 +104,14 @@ class PredictedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LogprobsCall, prediction: Prediction,
-        rows: Tensor, inputs: LossInputs, offsets: Tensor,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: calls.LogprobsCall, prediction: Prediction,
+        rows: Tensor, inputs: calls.LossInputs, offsets: Tensor,
     ) -> Any:  # fmt: skip
-        call = with_tensors(call, hidden, weight, bias)
-        needs = Needs(*ctx.needs_input_grad[:3])
+        call = calls.with_tensors(call, hidden, weight, bias)
+        needs = calls.Needs(*ctx.needs_input_grad[:3])
         logps, entropies, *predicted = _predicted(call, needs, prediction.config, rows, inputs, offsets)
         ctx.counts = prediction.counts
-        ctx.call, tensors = detach(call)
+        ctx.call, tensors = calls.detach(call)
         ctx.save_for_backward(rows, *predicted, *tensors)
         ctx.set_materialize_grads(False)
         if not call.with_entropy:
@@ -136,41 +122,46 @@ class PredictedLogprobs(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, saved: tuple[Any, ...], dlogps: Tensor | None, dentropies: Tensor | None) -> Any:
         rows, gstar, hstar, one_nat, dhidden, dweight, dbias, *tensors = saved
-        call: LogprobsCall = attach(ctx.call, tensors)
+        call: calls.LogprobsCall = calls.attach(ctx.call, tensors)
         dentropies = dentropies if call.with_entropy else None
         if dlogps is None and dentropies is None:
             return (None,) * 8
-        needs, (hidden, weight, bias) = Needs(*ctx.needs_input_grad[:3]), tensors_of(call)
+        needs, (hidden, weight, bias) = calls.Needs(*ctx.needs_input_grad[:3]), calls.tensors_of(call)
         scale = _multiple(dlogps, dentropies, rows, gstar, hstar, one_nat)
         if scale is None:
             ctx.counts.recomputed += 1
             with whole(weight, bias):  # under DeepSpeed ZeRO-3, as TRL does in its own backward
-                again = LogprobsGradientCall(call, None, dlogps, dentropies, None, needs)
-                dhidden, dweight, dbias = operators.linear_logprobs_gradient(*flat(again))
+                again = calls.LogprobsGradientCall(call, None, dlogps, dentropies, None, needs)
+                dhidden, dweight, dbias = operators.linear_logprobs_gradient(*calls.flat(again))
         else:
             ctx.counts.fused += 1
             dhidden = _spread(times(dhidden, scale), rows, hidden) if needs.need_hidden else dhidden
             dweight = scaled(dweight, scale, weight.dtype, call.run.engine) if needs.need_weight else dweight
             dbias = dbias * scale
-        made = zip((dhidden, dweight, dbias), tensors_of(call), needs, strict=True)
+        made = zip((dhidden, dweight, dbias), calls.tensors_of(call), needs, strict=True)
         return *(x.to(of.dtype) if need and of is not None else None for x, of, need in made), *(None,) * 5
 
 
 def _predicted(
-    call: LogprobsCall, needs: Needs, options: GRPOLossConfig, rows: Tensor, inputs: LossInputs, offsets: Tensor
+    call: calls.LogprobsCall,
+    needs: calls.Needs,
+    options: GRPOLossConfig,
+    rows: Tensor,
+    inputs: calls.LossInputs,
+    offsets: Tensor,
 ) -> tuple[Tensor, ...]:
     """(logps, entropies) of all rows, 0 where not scored; g* for log-probs and entropies; that for log-probs one nat
     from the reference; dH, dW and db."""
     config, some = options.encoded, _at(call, rows)
-    whole_loss = LossCall(
+    whole_loss = calls.LossCall(
         some.hidden_states, call.lm_head, some.token_ids, inputs, offsets, some.candidates, config, True, needs,
         call.run,
     )  # fmt: skip
-    loss = operators.LossResult(*operators.linear_grpo_loss(*flat(whole_loss)))
+    loss = operators.LossResult(*operators.linear_grpo_loss(*calls.flat(whole_loss)))
 
-    def objective(of: LossInputs) -> operators.ObjectiveResult:
-        from_logps = ObjectiveCall(loss.logps, loss.entropies.nan_to_num(), of, offsets, config)
-        return operators.ObjectiveResult(*operators.grpo_objective(*flat(from_logps)))
+    def objective(of: calls.LossInputs) -> operators.ObjectiveResult:
+        from_logps = calls.ObjectiveCall(loss.logps, loss.entropies.nan_to_num(), of, offsets, config)
+        return operators.ObjectiveResult(*operators.grpo_objective(*calls.flat(from_logps)))
 
     star, one_nat = objective(inputs), loss.logps.new_zeros(loss.logps.shape)
     if inputs.ref_per_token_logps is not None:  # with every weight of the loss
@@ -183,16 +174,16 @@ def _predicted(
     beside = rows[~inputs.completion_mask]  # scored, and not in the loss: what a tool wrote
     if beside.shape[0]:
         others = _at(call, beside)._replace(mask=None, with_entropy=True)
-        scores = Scores(*operators.linear_logprobs(*flat(others)))
+        scores = calls.Scores(*operators.linear_logprobs(*calls.flat(others)))
         out.index_copy_(0, beside, scores.logps)
         entropy_out.index_copy_(0, beside, scores.entropies)
     return out, entropy_out, star.dlogps, star.dentropies, one_nat, loss.dhidden, loss.dweight, loss.dbias
 
 
-def _at(call: LogprobsCall, rows: Tensor) -> LogprobsCall:
+def _at(call: calls.LogprobsCall, rows: Tensor) -> calls.LogprobsCall:
     """The call for some of its rows."""
     sets = call.candidates.sets
-    candidates = TokenSets.of(None if sets is None else sets.select(rows))
+    candidates = calls.TokenSets.of(None if sets is None else sets.select(rows))
     return call._replace(hidden_states=call.hidden_states[rows], token_ids=call.token_ids[rows], candidates=candidates)
 
 
