@@ -236,8 +236,7 @@ def run_logprobs(
         rows = order[: read()]
     else:
         rows = tokens.undecided.nonzero().squeeze(1)
-    work = replace(work, rows=rows)
-    made = _score_first(engine, work, scores, started=started)
+    made = _score_first(engine, replace(work, rows=rows, started=started), scores)
     if alternatives is None:
         return scores, scores.logp.new_empty(0), None if made is None else made.hidden
     logps = scores.logp.new_zeros(len(alternatives.sets.ids))
@@ -311,14 +310,11 @@ def _score(engine: Engine, work: Work, scores: Statistics) -> None:
         _place(work.tokens.merged(work.rows, stats), work, scores)
 
 
-def _score_first(
-    engine: Engine, work: Work, scores: Statistics, *, early: bool = True, started: Started | None = None
-) -> Gradients | None:
+def _score_first(engine: Engine, work: Work, scores: Statistics, *, early: bool = True) -> Gradients | None:
     """Score the rows of `work` into `scores`.
 
     If only dlogp/dh [N, H] will be needed, it is made in the same pass, and returned, where `early` allows.
     """
-    work = replace(work, started=started)
     if not early or work.needs != calls.HIDDEN_ALONE or not work.only_logps:
         _score(engine, work, scores)
         return None
