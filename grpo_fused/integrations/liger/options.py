@@ -23,10 +23,8 @@ from grpo_fused.objective.formulas import evaluate
 LigerLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 SUPPORTED = get_args(LigerLossType)
 
-OUR_NAMES = {
-    **{field.name: field.name for field in fields(GRPOLossConfig)},
-    **{"epsilon_low": "epsilon", "eps_low": "epsilon", "eps_high": "epsilon_high"},
-}
+OUR_NAMES = {field.name: field.name for field in fields(GRPOLossConfig)}
+OUR_NAMES |= {"epsilon_low": "epsilon", "eps_low": "epsilon", "eps_high": "epsilon_high"}
 """What of Liger's options an option of `GRPOLossConfig` is; the others do not change the objective."""
 
 PARTIAL = frozenset().union(*(kind.options for kind in LOSS_TYPES.values()))
@@ -45,8 +43,7 @@ def as_config(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> GRPOLo
     check_choice(options["importance_sampling_level"], "importance_sampling_level", Literal["token", "sequence"])
     read: dict[str, Any] = {}
     for name, value in options.items():
-        ours = OUR_NAMES.get(name)
-        if ours is None:
+        if (ours := OUR_NAMES.get(name)) is None:
             continue
         if ours in PARTIAL and ours not in LOSS_TYPES[loss_type].options:
             if ours != "max_completion_length" and value not in (None, defaults[name]):  # trainers always pass it
