@@ -252,9 +252,8 @@ class Objective:
 
         floor = logps.clamp(min=LOWEST_LOGP)
         token_inputs = {name: x.detach().to(logps.dtype) for name, x in inputs.items()}
-        for name in token_inputs:
-            if name.endswith("_logps"):
-                token_inputs[name] = token_inputs[name].clamp(min=LOWEST_LOGP)  # keeps NaN
+        # clamp keeps NaN
+        token_inputs |= {name: x.clamp(min=LOWEST_LOGP) for name, x in token_inputs.items() if name.endswith("_logps")}
         weights, others = token_inputs.pop("weights", None), None
         if alternative_logps is not None and alternative_offsets is not None:
             given = {name: token_inputs.pop(name) for name in self.of_alternatives}
@@ -332,8 +331,13 @@ def described(name: str, **options: object) -> str:
     return f"{name}({', '.join(said)})"
 
 
+def check_bounds(name: str, low: float, high: float | None) -> tuple[float, float]:
+    """Two numbers above 0, of which the second is the first where it is None."""
+    low = check_number(low, name, above=0.0)
+    return low, low if high is None else check_number(high, f"{name}_high", above=0.0)
+
+
 def check_clip(epsilon: float, epsilon_high: float | None) -> tuple[float, float]:
     """The bounds 1 - epsilon and 1 + epsilon_high on a ratio; epsilon_high defaults to epsilon."""
-    low = check_number(epsilon, "epsilon", above=0.0)
-    high = low if epsilon_high is None else check_number(epsilon_high, "epsilon_high", above=0.0)
+    low, high = check_bounds("epsilon", epsilon, epsilon_high)
     return 1.0 - low, 1.0 + high

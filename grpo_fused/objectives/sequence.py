@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_fused.call.options import check_choice, check_number
 from grpo_fused.objective.formulas import MAX_LOG_RATIO
-from grpo_fused.objectives.base import Objective, Tokens, check_clip, described
+from grpo_fused.objectives.base import Objective, Tokens, check_bounds, check_clip, described
 from grpo_fused.objectives.token import OLD, clipped
 
 Level = Literal["token", "sequence"]
@@ -70,8 +70,7 @@ def gmpo(epsilon: float = 0.4, epsilon_high: float | None = None) -> Objective:
 
     Source: GMPO (arXiv 2507.20673); checked against verl 0.9.1 `geo_mean`.
     """
-    low = check_number(epsilon, "epsilon", above=0.0)
-    high = low if epsilon_high is None else check_number(epsilon_high, "epsilon_high", above=0.0)
+    low, high = check_bounds("epsilon", epsilon, epsilon_high)
 
     def loss(tokens: Tokens) -> Tensor:
         log_ratio = tokens.log_ratio(tokens.old)

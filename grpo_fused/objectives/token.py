@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.call.options import check_number
-from grpo_fused.objectives.base import Objective, Tokens, check_clip, described
+from grpo_fused.objectives.base import Objective, Tokens, check_bounds, check_clip, described
 
 OLD = ("old_per_token_logps",)
 SAMPLER = ("advantages", "sampling_per_token_logps")
@@ -74,8 +74,7 @@ def dppo_tv(threshold: float = 0.2, threshold_high: float | None = None, max_rat
 
     Source: DPPO (arXiv 2602.04879); checked against verl 0.9.1 `dppo_tv`.
     """
-    low = check_number(threshold, "threshold", above=0.0)
-    high = low if threshold_high is None else check_number(threshold_high, "threshold_high", above=0.0)
+    low, high = check_bounds("threshold", threshold, threshold_high)
     bound = check_number(max_ratio, "max_ratio", above=0.0)
 
     def loss(tokens: Tokens) -> Tensor:
@@ -108,8 +107,7 @@ def dppo_kl(threshold: float = 0.2, threshold_high: float | None = None, max_rat
 
     Source: DPPO (arXiv 2602.04879); checked against verl 0.9.1 `dppo_kl`.
     """
-    low = check_number(threshold, "threshold", above=0.0)
-    high = low if threshold_high is None else check_number(threshold_high, "threshold_high", above=0.0)
+    low, high = check_bounds("threshold", threshold, threshold_high)
     bound = check_number(max_ratio, "max_ratio", above=0.0)
 
     def loss(tokens: Tokens) -> Tensor:
