@@ -16,15 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused import engines
-from grpo_fused.api import logits
-from grpo_fused.api.pipeline import (
-    LossParts,
-    run_divergence,
-    run_logprobs,
-    run_logprobs_gradient,
-    run_loss,
-    run_objective,
-)
+from grpo_fused.api import logits, pipeline
 from grpo_fused.call import calls
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
@@ -117,7 +109,7 @@ def linear_grpo_loss(*values: Any) -> LossResult:
     """The loss from hidden states and head, and its gradients."""
     call: calls.LossCall = calls.build(calls.LossCall, iter(values))
     with _shared(call) as (tokens, ranks):
-        return _loss_result(call, run_loss(_engine(call, tokens), tokens, call, ranks))
+        return _loss_result(call, pipeline.run_loss(_engine(call, tokens), tokens, call, ranks))
 
 
 @linear_grpo_loss.fake  # type: ignore[untyped-decorator]
@@ -138,7 +130,7 @@ def _(call: calls.LossCall) -> LossResult:
 def linear_objective(call: calls.CustomCall) -> LossResult:
     """The loss of a custom objective; not an operator, since an operator takes no function."""
     with _shared(call) as (tokens, ranks):
-        parts = run_objective(_engine(call, tokens), tokens, call, _alternatives(call, tokens))
+        parts = pipeline.run_objective(_engine(call, tokens), tokens, call, _alternatives(call, tokens))
         loss = parts.loss if ranks is None else ranks.add(parts.loss)
     return _loss_result(call, parts._replace(loss=loss.to(parts.logps.dtype)))
 
@@ -148,7 +140,8 @@ def linear_logprobs(*values: Any) -> calls.Scores:
     """Log-probs and entropies from hidden states and head, and what the gradient needs."""
     call: calls.LogprobsCall = calls.build(calls.LogprobsCall, iter(values))
     with _shared(call) as (tokens, _):
-        scores, others, dhidden = run_logprobs(_engine(call, tokens), tokens, call, _alternatives(call, tokens))
+        alternatives = _alternatives(call, tokens)
+        scores, others, dhidden = pipeline.run_logprobs(_engine(call, tokens), tokens, call, alternatives)
     shape, hidden = call.token_ids.shape, call.hidden_states
     entropies = _shaped(scores.entropy, shape, scores.logp)
     dhidden = _shaped(dhidden, hidden.shape, hidden)
@@ -179,7 +172,7 @@ def logprobs_gradient(call: calls.LogprobsGradientCall, add_to: Tensor | None = 
         known = Statistics(scores.maxima, scores.log_sums, scores.logps.reshape(-1), entropy)
     with _shared(call) as (tokens, _):
         alternatives = _alternatives(scored, tokens)
-        gradients = run_logprobs_gradient(_engine(scored, tokens), tokens, call, known, alternatives)
+        gradients = pipeline.run_logprobs_gradient(_engine(scored, tokens), tokens, call, known, alternatives)
         if gradients.candidates is not None and not scored.run.any_whole:
             return _candidate_gradients(scored, tokens, gradients, call.needs, add_to)
     return _head_gradients(scored, gradients)
@@ -210,7 +203,7 @@ def linear_divergence(*values: Any) -> LossResult:
     """The divergence of a policy from another head in place of log-probs, and the gradients of its weighted sum."""
     call: calls.DivergenceCall = calls.build(calls.DivergenceCall, iter(values))
     with _shared(call) as (tokens, _):
-        return _loss_result(call, run_divergence(call, tokens))
+        return _loss_result(call, pipeline.run_divergence(call, tokens))
 
 
 @linear_divergence.fake  # type: ignore[untyped-decorator]
@@ -311,7 +304,7 @@ def _shaped(x: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
     return _nothing(like) if x is None else x.view(shape)
 
 
-def _loss_result(call: calls.LinearCall, parts: LossParts) -> LossResult:
+def _loss_result(call: calls.LinearCall, parts: pipeline.LossParts) -> LossResult:
     shape = calls.layout_of(call).shape
     values = [x.to(torch.float32) for x in parts.metrics.values()]
     return LossResult(

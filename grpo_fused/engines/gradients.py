@@ -47,7 +47,7 @@ class GradientSums:
         self.rows = 0
         hidden, weight = tokens.hidden_states, head.weight
         shape = (tokens.ids.shape[0], head.width)
-        self.hidden = torch.zeros(shape, dtype=dhidden_dtype(head), device=hidden.device) if needs.need_hidden else None
+        self.hidden = hidden.new_zeros(shape, dtype=dhidden_dtype(head)) if needs.need_hidden else None
         self.pending: tuple[Tensor, Callable[[], Tensor]] | None = None
         """rows of the last chunk, and a function that returns their dH summed over the ranks"""
         self.weight: Tensor | None = None

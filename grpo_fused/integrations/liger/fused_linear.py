@@ -13,14 +13,7 @@ from grpo_fused.call import validation as check
 from grpo_fused.call.calls import LossInputs
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.engines import Impl
-from grpo_fused.integrations.liger.options import (
-    as_config,
-    defaults_of,
-    liger_metrics,
-    num_items,
-    rollout_ratio,
-    warn_ignored,
-)
+from grpo_fused.integrations.liger import options
 
 
 @dataclass(eq=False, repr=False)
@@ -142,7 +135,7 @@ class FusedLinearGRPOLoss(torch.nn.Module):
         if not self.use_ref_model:
             for name, value in (("ref_per_token_logps", ref_per_token_logps), ("ref_input", ref_input)):
                 if value is not None:
-                    warn_ignored(name, "use_ref_model=False does not read it")
+                    options.warn_ignored(name, "use_ref_model=False does not read it")
             ref_per_token_logps = ref_input = None
         check.check_tokens(selected_token_ids, "selected_token_ids", check.INTEGER, None)
         check.check_mask(attention_mask, selected_token_ids, "attention_mask")
@@ -162,8 +155,8 @@ class FusedLinearGRPOLoss(torch.nn.Module):
                 f"beta={config.beta} and use_ref_model=True need ref_per_token_logps [B, T], or ref_input and "
                 "ref_weight; got None"
             )
-        items = num_items(num_items_in_batch, attention_mask, config)
-        ratio = rollout_ratio(vllm_is_ratio, attention_mask, config)
+        items = options.num_items(num_items_in_batch, attention_mask, config)
+        ratio = options.rollout_ratio(vllm_is_ratio, attention_mask, config)
         out = fused_linear_grpo_loss(
             _input, lin_weight, selected_token_ids, advantages, attention_mask, lm_head_bias=bias,
             old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref if config.beta != 0.0 else None,
@@ -172,15 +165,15 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             with_metrics=ratio is not None,  # with a ratio of 0, tokens that count as clipped would not be scored
         )  # fmt: skip
         inputs = LossInputs(advantages, attention_mask, old_per_token_logps, ref if config.beta != 0.0 else None)
-        metrics = liger_metrics(out.per_token_logps, inputs, config)
+        metrics = options.liger_metrics(out.per_token_logps, inputs, config)
         if self.beta != 0.0 and not self.use_ref_model:
             metrics = [torch.zeros_like(metrics[0]), *metrics]
         return out.loss, tuple(metrics)
 
     def _config(self) -> GRPOLossConfig:
         """The configuration that the attributes describe."""
-        config = as_config({name: getattr(self, name) for name in _DEFAULTS}, _DEFAULTS)
+        config = options.as_config({name: getattr(self, name) for name in _DEFAULTS}, _DEFAULTS)
         return config if self.use_ref_model else replace(config, beta=0.0)
 
 
-_DEFAULTS = defaults_of(FusedLinearGRPOLoss)
+_DEFAULTS = options.defaults_of(FusedLinearGRPOLoss)

@@ -15,15 +15,7 @@ from grpo_fused.call.calls import LossInputs
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout
 from grpo_fused.call.loss_types import LOSS_TYPES
-from grpo_fused.integrations.liger.options import (
-    SUPPORTED,
-    as_config,
-    defaults_of,
-    kl_and_clipped,
-    liger_metrics,
-    num_items,
-    rollout_ratio,
-)
+from grpo_fused.integrations.liger import options
 from grpo_fused.objective.batch import TokenBatch
 from grpo_fused.objective.formulas import evaluate
 
@@ -101,9 +93,10 @@ def grpo_loss_from_logits(
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != (B, L + 1):
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"logits must be [{B}, {L + 1}, V], one position more than completion_ids; got {got}")
-    if delta is not None and loss_type in SUPPORTED and "delta" not in LOSS_TYPES[loss_type].options:  # as in Liger
+    # as in Liger
+    if delta is not None and loss_type in options.SUPPORTED and "delta" not in LOSS_TYPES[loss_type].options:
         raise ValueError(f"delta must be None for loss_type={loss_type!r}, which has no clip; got {delta}")
-    options = {
+    given = {
         "loss_type": loss_type, "beta": beta, "importance_sampling_level": importance_sampling_level,
         "use_bias_correction_kl": use_bias_correction_kl, "eps_low": eps_low, "eps_high": eps_high, "delta": delta,
         "max_completion_length": max(L, 1) if max_completion_length is None else max_completion_length,
@@ -111,7 +104,7 @@ def grpo_loss_from_logits(
         "vespo_k_pos": vespo_k_pos, "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg,
         "vespo_lambda_neg": vespo_lambda_neg,
     }  # fmt: skip
-    config = as_config(options, _DEFAULTS)
+    config = options.as_config(given, _DEFAULTS)
     if config.beta != 0.0 and ref_logp is None:
         raise ValueError(f"beta={config.beta} needs ref_logp ({B}, {L}); got None")
     mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask
@@ -121,8 +114,8 @@ def grpo_loss_from_logits(
         completion_mask=mask,
         old_per_token_logps=old_logp,
         ref_per_token_logps=ref_logp if config.beta != 0.0 else None,
-        importance_sampling_ratio=rollout_ratio(vllm_is_ratio, mask, config),
-        num_items_in_batch=check.as_num_items(num_items(num_items_in_batch, mask, config), logits.device),
+        importance_sampling_ratio=options.rollout_ratio(vllm_is_ratio, mask, config),
+        num_items_in_batch=check.as_num_items(options.num_items(num_items_in_batch, mask, config), logits.device),
     )
     check.check_loss_inputs(inputs, layout, config)
     check.check_one_device(logits=logits, completion_ids=completion_ids, completion_mask=completion_mask,
@@ -140,12 +133,12 @@ def grpo_loss_from_logits(
     assert isinstance(losses, Tensor)
     if reduce:
         loss = (losses * batch.weight.view_as(losses)).to(torch.float64).sum().to(losses.dtype)
-        return loss, liger_metrics(logps.detach(), inputs, config)
-    kl, clipped = kl_and_clipped(logps.detach(), batch, config)
+        return loss, options.liger_metrics(logps.detach(), inputs, config)
+    kl, clipped = options.kl_and_clipped(logps.detach(), batch, config)
     return losses, kl, clipped.to(losses.dtype)
 
 
-_DEFAULTS = defaults_of(grpo_loss_from_logits)
+_DEFAULTS = options.defaults_of(grpo_loss_from_logits)
 
 
 class _PerTokenLoss(torch.autograd.Function):
