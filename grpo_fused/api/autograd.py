@@ -197,7 +197,8 @@ class SelectiveLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: calls.LogitsCall) -> Any:
         call = call._replace(logits=logits)
-        logps, entropies = (x.clone() for x in operators.selective_logprobs(*calls.flat(call)))  # to be changed in place
+        made = operators.selective_logprobs(*calls.flat(call))
+        logps, entropies = (x.clone() for x in made)  # to be changed in place
         ctx.call, tensors = calls.detach(call)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
@@ -212,9 +213,8 @@ class SelectiveLogprobs(torch.autograd.Function):
         dentropies = dentropies if call.with_entropy else None  # torch.compile passes zeros for the empty placeholder
         if dlogps is None and dentropies is None:
             return None, None
-        return operators.selective_logprobs_gradient(
-            *calls.flat(calls.LogitsGradientCall(call, dlogps, dentropies))
-        ), None
+        gradient_call = calls.LogitsGradientCall(call, dlogps, dentropies)
+        return operators.selective_logprobs_gradient(*calls.flat(gradient_call)), None
 
 
 def times(gradient: Tensor, factor: Tensor) -> Tensor:
