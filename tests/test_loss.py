@@ -21,7 +21,7 @@ from helpers import (
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from grpo_fused import engines
+from grpo_fused import engines, fused_linear_grpo_loss, fused_linear_logprobs
 
 SEVERAL_CHUNKS = {
     "chunked": 9000,
@@ -236,3 +236,19 @@ def test_tokens_of_all_chunks_are_counted():
     got = case.run(make_config("dapo"), impl="chunked", max_scratch_bytes=SEVERAL_CHUNKS["chunked"])
     needed = got.dhidden.any(-1).sum()
     assert needed <= got.out.metrics["gradient_tokens"] <= 8 / 7 * needed
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_sequences_without_tokens_do_not_count_in_the_lowest_clip_ratio(rows):
+    """All tokens of the others are clipped from below; without a sequence there is no lowest, and nothing is clipped."""
+    hidden, weight = torch.randn(rows, 4, 8), torch.randn(11, 8)
+    ids, mask = torch.randint(11, (rows, 4)), torch.ones(rows, 4, dtype=torch.bool)
+    mask[1:2] = False
+    logps = fused_linear_logprobs(hidden, weight, token_ids=ids).logps
+    metrics = fused_linear_grpo_loss(
+        hidden, weight, ids, -torch.ones(rows), completion_mask=mask, old_per_token_logps=logps + 1,
+        config=make_config("dapo", importance_sampling_level="sequence"),
+    ).metrics  # fmt: skip
+    assert metrics["clip_ratio/low_min"].item() == pytest.approx(1 if rows else torch.nan, nan_ok=True)
+    assert metrics["clip_ratio/low_mean"].item() == pytest.approx(2 / 3 if rows else 0)
+    assert (metrics["entropy"] == 0) == (rows == 0)
