@@ -39,6 +39,7 @@ from grpo_fused.trainer import (
 from grpo_fused.trainer.checkpoint import checkpoints, publish
 from grpo_fused.trainer.metrics import read_jsonl
 
+EMBEDDED = ["q_proj", "embed_tokens"]
 TIMES = {"seconds", "tokens_per_second"}
 
 
@@ -125,6 +126,19 @@ def test_every_kind_of_model_resumes_bit_exactly(tmp_path: Path, options: dict[s
     assert resumed.steps_done == 2
     resumed.train()
     same(outcome(resumed, tmp_path / "parts"), outcome(whole, tmp_path / "whole"))
+
+
+def test_an_adapter_with_embeddings_in_its_file_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peft writes them, too, if an adapter is on them."""
+    from peft import LoraConfig
+
+    monkeypatch.setattr("peft.LoraConfig", lambda **options: LoraConfig(**(options | {"target_modules": EMBEDDED})))
+    first = make(tmp_path, steps=1, adapter=True)
+    first.train()
+    newest = checkpoints(tmp_path)[-1]
+    assert any(name.endswith("base_layer.weight") for name in load_file(newest / "adapter_model.safetensors"))
+    resumed = make(tmp_path, steps=1, adapter=True, resume=True)
+    same(outcome(resumed, tmp_path), outcome(first, tmp_path))
 
 
 def test_moments_are_restored_in_the_memory_order_of_their_weight(
@@ -237,6 +251,20 @@ def test_the_batch_of_a_loss_that_is_not_finite_is_kept_where_there_is_no_folder
     with pytest.raises(NonFiniteError, match=said), trainer.checkpointer.keeping_batch(3, rollout, rewards):
         raise NonFiniteError("the loss is NaN")
     assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "failed-step-3-process-0.safetensors"]
+
+
+def test_the_batch_of_each_process_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the memory order of an engine's tensors is."""
+    trainer = make(tmp_path)
+    rollout, rewards = trainer.collect()
+    rollout = rollout._replace(completion_ids=rollout.completion_ids.T.contiguous().T)
+    for process in (0, 1):
+        monkeypatch.setattr(type(trainer.accelerator), "process_index", process)
+        said = f"failed-step-1-process-{process}.safetensors"
+        with pytest.raises(NonFiniteError, match=said), trainer.checkpointer.keeping_batch(1, rollout, rewards):
+            raise NonFiniteError("the loss is NaN")
+    for path in (tmp_path / f"failed-step-1-process-{process}.safetensors" for process in (0, 1)):
+        assert torch.equal(load_file(path)["completion_ids"], rollout.completion_ids)
 
 
 def test_other_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
