@@ -16,15 +16,18 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_fused import GRPOLossConfig
 from grpo_fused.__main__ import main
-from grpo_fused.trainer import GRPOTrainer
+from grpo_fused.trainer import GRPOTrainer, plot
 from grpo_fused.trainer.cli import read_recipe
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.dry_run import dry_run
-from grpo_fused.trainer.metrics import RunLog, append_jsonl, format_row, format_samples, read_jsonl
-from grpo_fused.trainer.plot import draw_panel, panels_of
+from grpo_fused.trainer.metrics import RunLog, append_jsonl, format_row, format_samples, read_jsonl, summary_of
+from grpo_fused.trainer.objective import ObjectiveOptions
+from grpo_fused.trainer.plot import draw_panel, moving_average, panels_of, plot_run
 from grpo_fused.trainer.recipe import LoRA, Recipe, Reward, load_function, load_parts
 from grpo_fused.trainer.tiny import tiny_reward_model, tiny_tokenizer
 
@@ -223,6 +226,8 @@ def test_rows_stay_aligned_and_short() -> None:
     titles, values = format_row(row, titles=True).splitlines()
     assert len(titles) == len(values) <= 100
     assert values.split() == ["10", "-1.2M", "6%", "118.2", "-", "0.0006", "0.184", "1.2%", "3.2G", "2,980"]
+    assert format_row({"step": 1, "reward": 1234.5678}).split() == ["1", "1234.568"]
+    assert format_row({"step": 1, "reward": 1e20}).split() == ["1", "100000.0P"]
     many = {"step": 1, "reward": 0.5} | {f"rewards/a_long_name_{i}": 1 / 3 for i in range(12)}
     assert max(map(len, format_row(many).splitlines())) <= 100
     assert format_row(many).count("a_long_name") == format_row(many).count("0.333") == 12
@@ -280,6 +285,27 @@ def test_a_step_without_an_update_keeps_its_columns(tmp_path: Path, capsys: pyte
         log.record({"step": step, "reward": 1.0, "loss": 0.0})
     titles = [i for i, line in enumerate(capsys.readouterr().out.splitlines()) if "step" in line]
     assert titles == [19]
+    log.finish([], 0.0, None)
+    assert not capsys.readouterr().out  # the last row was due
+
+
+def test_an_evaluation_before_training_is_no_step() -> None:
+    history = [{"step": 0.0, "eval/x": 0.25}, {"step": 1.0, "reward": 0.5, "eval/x": 0.25}]
+    facts = summary_of(history, 119.7, None, None)
+    assert facts == {
+        "done": "1 steps in 2 min 0 s", "eval/x": "0.250 at step 0 -> 0.250 at step 1", "reward": "0.500 at step 1",
+    }  # fmt: skip
+
+
+def test_only_the_main_process_records_and_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = RunLog(GRPOTrainerConfig(logging_steps=1), Accelerator(), tmp_path)
+    monkeypatch.setattr(Accelerator, "is_main_process", False)
+    log.record({"step": 1, "reward": 1.0})
+    log.say("text")
+    assert not capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_terminal_without_the_character_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,6 +333,7 @@ def test_completions_are_three_of_four_lines() -> None:
     assert "\ufffd[/b]" in text
     assert "length 9, none not judged" in text
     assert max(map(len, text.splitlines())) <= 100
+    assert format_samples(1, "p\n" * 4, ["a\n" * 4] * 3, {"r": [1.0] * 3}, [1.0] * 3).count("...") == 0
     two = format_samples(1, "p", ["a", "b"], {"r": [1.0, 0.0]}, [1.0, 0.0])
     assert "2 of 2" in two
     assert "r 1" not in two  # the only reward is the sum
@@ -542,6 +569,44 @@ def test_the_plot_of_one_step_has_its_values() -> None:
     assert axes.get_ylim()[0] == 0
 
 
+def test_the_title_of_a_plot_is_the_name_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    titles: list[str] = []
+    monkeypatch.setattr(Figure, "suptitle", lambda self, title, **_: titles.append(title))
+    append_jsonl(tmp_path / "metrics.jsonl", {"step": 1, "reward": 0.5})
+    monkeypatch.chdir(tmp_path)
+    plot_run(Path("metrics.jsonl"))
+    assert titles == [tmp_path.name]
+
+
+def test_the_axis_of_held_out_rewards_goes_below_zero() -> None:
+    from matplotlib.figure import Figure
+
+    lines: list[dict[str, float | None]] = [{"step": step, "eval/x": -step} for step in (1, 2)]
+    axes = Figure().subplots()
+    draw_panel(axes, *panels_of(lines), lines)
+    assert axes.get_ylim()[0] == -2
+
+
+def test_every_panel_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a last row that is not full."""
+    drawn: list[str] = []
+    monkeypatch.setattr(plot, "draw_panel", lambda axes, panel, lines: drawn.append(panel.title))
+    names = ("reward", "eval/x", "kl", "entropy", "completion_length", "zero_std_groups", "grad_norm")
+    for count in (4, 7):
+        line: dict[str, float | None] = {"step": 1, **dict.fromkeys(names[:count], 0.5)}
+        append_jsonl(tmp_path / "metrics.jsonl", line)  # type: ignore[arg-type]
+        plot_run(tmp_path, tmp_path / "new" / "curves.png")
+        assert drawn == [panel.title for panel in panels_of([line])]
+        assert len(drawn) == count
+        drawn.clear()
+
+
+def test_a_moving_average_is_centred_and_has_fewer_values_at_the_ends() -> None:
+    assert moving_average([1.0, 2.0, 6.0, 10.0], 3) == [1.5, 3.0, 6.0, 8.0]
+
+
 def test_plot_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="error: .*metrics.jsonl"):
         main(["plot", str(tmp_path)])
@@ -576,6 +641,35 @@ def test_metrics_that_are_not_finite_are_null(tmp_path):
     for value in (1.5, math.nan, math.inf, -math.inf):
         append_jsonl(tmp_path / "metrics.jsonl", {"step": 1, "x": value})
     assert [row["x"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1.5, None, None, None]
+
+
+def test_a_tracker_gets_the_options_of_a_run_and_the_step_of_its_metrics() -> None:
+    class Memory(GeneralTracker):
+        name, requires_logging_directory = "memory", False
+        given: tuple[Any, ...] = ()
+
+        @property
+        def tracker(self) -> Any:
+            return self
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            self.given += (values,)
+
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            self.given += (values, step)
+
+    memory = Memory()
+    config = GRPOTrainerConfig(
+        report_to=("memory",), loss=GRPOLossConfig(loss_type="grpo"), objective=ObjectiveOptions(name="reinforce")
+    )
+    log = RunLog(config, Accelerator(log_with=[memory]), None)
+    with log.open():
+        log.record({"step": 3, "loss": 0.5})
+    options, metrics, step = memory.given
+    assert (options["steps"], options["objective"], options["loss_type"]) == (
+        config.steps, config.loss_name, "grpo",
+    )  # fmt: skip
+    assert (metrics, step) == ({"step": 3, "loss": 0.5}, 3)
 
 
 def test_rows_without_an_end_are_taken_up_to_the_limit(tmp_path):
