@@ -7,6 +7,8 @@ import os
 import signal
 import time
 
+import pytest
+
 from grpo_fused.trainer.interrupt import StopRequest
 
 
@@ -31,3 +33,31 @@ def test_a_fork_ends_when_it_is_terminated(capfd) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.requested == signal.SIGTERM
     assert "stopping after this step" in capfd.readouterr().err
+
+
+def test_a_second_sigterm_does_not_interrupt_the_step() -> None:
+    """A scheduler may send it to a process and to its parent, which passes it on."""
+    with StopRequest() as request:
+        for _ in range(2):
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            except KeyboardInterrupt:
+                pytest.fail("it interrupts")
+        assert request.requested == signal.SIGTERM
+
+
+def test_a_fork_has_the_handler_of_before() -> None:
+    """One that was set before the run, as for a program that cleans up."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
+    try:
+        with StopRequest():
+            context = multiprocessing.get_context("fork")
+            ready = context.Event()
+            fork = context.Process(target=_wait, args=(ready,), daemon=True)
+            fork.start()
+            assert ready.wait(20)
+            fork.terminate()
+            fork.join(20)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert fork.exitcode == 7
