@@ -195,6 +195,7 @@ def test_a_tracker_without_its_package_is_named(
             make_trainer(model, tokenizer, rows, report_to=(name,))
     with pytest.raises(ValueError, match="wandbb"):
         make_trainer(model, tokenizer, rows, report_to=("wandbb",))
+    make_trainer(model, tokenizer, rows, report_to=("all",))  # those that are installed
 
 
 def test_an_accelerator_that_does_not_log_is_refused(
