@@ -25,6 +25,7 @@ from grpo_fused import CandidateSets
 from grpo_fused.rollouts.engine import first_of_prompts, length_mask, pad_prompts
 from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.rollouts.huggingface import _Ends
+from grpo_fused.rollouts.records import ScoredSets
 from grpo_fused.rollouts.sampling import BLOCK, draw
 from grpo_fused.trainer import (
     Generation,
@@ -375,6 +376,28 @@ def test_hidden_states_predict_the_completion(model: Qwen2ForCausalLM, tokenizer
     assert (scores[~rollout.completion_mask] == 0).all()
 
 
+def test_a_model_with_learned_positions_scores_prompts_of_different_lengths(tokenizer: PreTrainedTokenizerFast) -> None:
+    """A masked column must have a position that the model has."""
+    config = OpenAIGPTConfig(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    policy = Policy(OpenAIGPTLMHeadModel(config).eval(), Accelerator(), GRPOTrainerConfig())
+    rollout, rows = rollout_of([(2, 3), (5, 3)]), torch.arange(2)
+    rollout = rollout._replace(completion_ids=rollout.completion_ids - 90)
+    for row in rows:
+        alone = policy.score(rollout.rows(row[None]), torch.tensor([0]))
+        torch.testing.assert_close(policy.score(rollout, rows)[row[None]], alone, rtol=0, atol=1e-5)
+
+
+def test_what_padding_gives_may_be_nan_on_a_cpu(model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, rollout = Policy(model, Accelerator(), GRPOTrainerConfig()), rollout_of([(2, 3), (5, 1)])
+    states = torch.ones(*rollout.completion_mask.shape, 32)
+    monkeypatch.setattr(policy, "_separate_states", lambda _: states)
+    states[~rollout.completion_mask] = torch.nan
+    assert policy.hidden_states(rollout) is states
+    states[0, 0, 0] = torch.nan
+    with pytest.raises(DivergedError, match="must be finite"):
+        policy.hidden_states(rollout)
+
+
 def test_log_probs_are_fp32_by_any_default_dtype(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     options: dict[str, Any] = {"num_generations": 2, "max_completion_length": 3}
     torch.set_default_dtype(torch.bfloat16)
@@ -463,6 +486,13 @@ def test_micro_batches_hold_every_row_once_and_the_budget(lengths: list[tuple[in
             prompt, completion = lengths[original]
             assert micro.prompt_ids[row][micro.prompt_mask[row]].tolist() == list(range(1, prompt + 1))
             assert micro.completions()[row] == list(range(101, 101 + completion))
+
+
+def test_a_rollout_moves_with_its_sets() -> None:
+    sets = CandidateSets(torch.tensor([1, 2]), torch.tensor([0, 1, 2]))
+    moved = rollout_of([(1, 2)])._replace(alternatives=ScoredSets(sets, torch.zeros(2))).to(torch.device("meta"))
+    assert moved.alternatives is not None
+    assert {x.device.type for x in moved.tensors().values()} == {"meta"}
 
 
 def test_micro_batches_of_similar_length_have_little_padding() -> None:
