@@ -40,6 +40,7 @@ def make_trainer(
     evaluate: Callable[[], dict[str, float]] | None = None,
     eval_dataset: list[dict[str, str]] | None = None,
     overwrite: bool = False,
+    reference_model: Qwen2ForCausalLM | None = None,
     **options: Any,
 ) -> GRPOTrainer:
     return GRPOTrainer(
@@ -53,4 +54,5 @@ def make_trainer(
         evaluate=evaluate,
         eval_dataset=eval_dataset,
         overwrite=overwrite,
+        reference_model=reference_model,
     )

@@ -152,6 +152,24 @@ def test_a_reference_exists_only_with_beta(
     assert any(not torch.equal(value, frozen[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
+def test_a_teacher_is_frozen_and_has_no_dropout(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], adapter: bool
+) -> None:
+    """It is the reference, also of a new adapter, without which the policy would be one."""
+    from peft import LoraConfig, get_peft_model
+
+    if adapter:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))  # type: ignore[arg-type, assignment]
+    teacher = build_small_model(len(tokenizer), seed=1).train()
+    trainer = make_trainer(model, tokenizer, rows, loss=GRPOLossConfig(beta=0.1), reference_model=teacher)
+    assert trainer.reference is not None
+    assert trainer.reference.policy.unwrapped is teacher
+    assert not any(module.training for module in teacher.modules())
+    assert not any(p.requires_grad for p in teacher.parameters())
+    assert any(p.requires_grad for p in model.parameters())
+
+
 def test_the_loop_learns(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
 ) -> None:
@@ -224,6 +242,9 @@ def test_dropout_is_off_in_every_module(tokenizer: PreTrainedTokenizerFast, rows
     trainer = make_trainer(peft_model, tokenizer, rows, gradient_checkpointing=True)  # type: ignore[arg-type]
     ids = torch.tensor([tokenizer("1+2=").input_ids])
     assert (model.model.layers[0].hidden_dropout, model.model.layerdrop) == (0, 0)
+    for name, p in peft_model.named_parameters():
+        if "lora_B" in name:  # at 0 it would hide what is dropped before it
+            torch.nn.init.normal_(p)
     trainer.model.train()
     assert torch.equal(trainer.model(ids).logits, trainer.model(ids).logits)
 
@@ -266,8 +287,12 @@ def test_a_lora_reference_is_the_model_without_its_adapter(
     )
     assert trainer.reference is not None
     assert trainer.reference.policy is trainer.policy  # no copy
+    rollout, rows_of_it = trainer.collect()[0], torch.arange(8)
+    scores = trainer.reference.score(rollout, rows_of_it)
     history = trainer.train()
     assert history[0]["kl"] < history[-1]["kl"]
+    assert torch.equal(trainer.reference.score(rollout, rows_of_it), scores)
+    assert not torch.equal(trainer.policy.score(rollout, rows_of_it), scores)
     merged = model.unload().state_dict()
     assert all(torch.equal(merged[name], value) for name, value in frozen.items())
 
@@ -291,6 +316,18 @@ def test_the_reference_of_a_trained_adapter_has_it(
     for name, p in trainer.reference.policy.unwrapped.named_parameters():
         assert torch.equal(p, before[name])
         assert (p.data_ptr() == dict(model.named_parameters())[name].data_ptr()) == ("lora" not in name)
+
+
+def test_the_reference_of_trained_biases_is_a_copy(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    """They are trained beside the adapter: without it the policy is not what it was."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], bias="all"))
+    trainer = make_trainer(adapted, tokenizer, rows, loss=GRPOLossConfig(beta=0.05))
+    assert trainer.reference is not None
+    assert trainer.reference.policy is not trainer.policy
 
 
 def test_the_reference_of_a_new_adapter_has_the_frozen_one_below_it(
