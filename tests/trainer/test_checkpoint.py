@@ -520,6 +520,12 @@ def test_the_loss_scale_of_fp16_is_restored(tmp_path: Path) -> None:
     make(tmp_path, steps=2, overwrite=True).train()
     scaler = with_scaler(64.0, steps=3, resume=True).accelerator.scaler  # of a run that had none
     assert scaler.get_scale() == 64.0
+    grown = with_scaler(128.0, steps=1, overwrite=True)
+    grown.accelerator.scaler.set_growth_interval(1)
+    grown.train()
+    state = grown.accelerator.scaler.state_dict()
+    assert state["_growth_tracker"] == 0  # as after each change of the scale
+    assert with_scaler(1.0, steps=2, resume=True).accelerator.scaler.state_dict() == state
 
 
 def test_options_of_the_optimizer_are_those_of_the_resumed_run(tmp_path: Path) -> None:
