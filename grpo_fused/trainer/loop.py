@@ -187,11 +187,11 @@ class GRPOTrainer:
         """
         history: list[Metrics] = []
         started = time.perf_counter()
-        self._stop = stop = StopRequest()
+        self._stop, self.stopped_by = StopRequest(), None
         if self.steps_done == 0:
             set_seed(self.config.seed, device_specific=True)
         self.checkpointer.remember()
-        with self.log.open(), self._saving_after_failure(), stop:
+        with self.log.open(), self._saving_after_failure(), self._stop as stop:
             self.log.say(format_facts(self.facts()) + "\n")
             if self.steps_done == 0 and not self._measured_before and (before := self.evaluate()):
                 self._record(history, {"step": 0} | before)

@@ -149,7 +149,7 @@ class RunLog:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """With the trackers of the run."""
+        """With the trackers of the run; without `report_to`, those that the accelerator has are its owner's."""
         if self.config.report_to:
             options = {k: v for k, v in vars(self.config).items() if isinstance(v, (bool, int, float, str))}
             options |= {} if self.config.objective is None else {"objective": self.config.loss_name}
@@ -159,7 +159,8 @@ class RunLog:
         try:
             yield
         finally:
-            for tracker in self.accelerator.trackers:  # `end_training` would end the process group, too
+            # `end_training` would end the process group, too
+            for tracker in self.accelerator.trackers if self.config.report_to else ():
                 tracker.finish()
 
     def record(self, metrics: Metrics) -> None:

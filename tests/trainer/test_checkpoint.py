@@ -608,6 +608,7 @@ def test_stop_outside_of_the_main_thread(tmp_path: Path, unbroken: tuple[Any, An
         assert trainer.stopped_by == signal.SIGTERM
         assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000003"]
         assert len(pool.submit(trainer.train).result()) == 3
+        assert trainer.stopped_by is None
     same(outcome(trainer, tmp_path), unbroken)
 
 

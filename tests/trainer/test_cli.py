@@ -658,6 +658,9 @@ def test_a_tracker_gets_the_options_of_a_run_and_the_step_of_its_metrics() -> No
         def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
             self.given += (values, step)
 
+        def finish(self) -> None:
+            self.given += ("finished",)
+
     memory = Memory()
     config = GRPOTrainerConfig(
         report_to=("memory",), loss=GRPOLossConfig(loss_type="grpo"), objective=ObjectiveOptions(name="reinforce")
@@ -665,11 +668,14 @@ def test_a_tracker_gets_the_options_of_a_run_and_the_step_of_its_metrics() -> No
     log = RunLog(config, Accelerator(log_with=[memory]), None)
     with log.open():
         log.record({"step": 3, "loss": 0.5})
-    options, metrics, step = memory.given
+    options, metrics, step, end = memory.given
     assert (options["steps"], options["objective"], options["loss_type"]) == (
         config.steps, config.loss_name, "grpo",
     )  # fmt: skip
-    assert (metrics, step) == ({"step": 3, "loss": 0.5}, 3)
+    assert (metrics, step, end) == ({"step": 3, "loss": 0.5}, 3, "finished")
+    with RunLog(GRPOTrainerConfig(), log.accelerator, None).open():  # without report_to they are the caller's
+        pass
+    assert memory.given[-2:] == (3, "finished")
 
 
 def test_rows_without_an_end_are_taken_up_to_the_limit(tmp_path):
