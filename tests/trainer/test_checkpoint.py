@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,20 @@ def test_the_batch_of_each_process_has_a_file_of_its_own(tmp_path: Path, monkeyp
             raise NonFiniteError("the loss is NaN")
     for path in (tmp_path / f"failed-step-1-process-{process}.safetensors" for process in (0, 1)):
         assert torch.equal(load_file(path)["completion_ids"], rollout.completion_ids)
+
+
+def test_a_run_resumes_without_its_metrics(tmp_path: Path) -> None:
+    make(tmp_path, steps=1).train()
+    (tmp_path / "metrics.jsonl").unlink()
+    make(tmp_path, steps=2, resume=True).train()
+    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [2]
+
+
+def test_a_reward_function_that_takes_too_long_ends_the_run(tmp_path: Path) -> None:
+    trainer = make(tmp_path, reward_timeout=0.05)
+    trainer.reward_functions["count_ones"] = lambda **columns: time.sleep(5)
+    with pytest.raises(RewardError, match="0.05"):
+        trainer.train()
 
 
 def test_other_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -495,6 +495,15 @@ def test_a_rollout_moves_with_its_sets() -> None:
     assert {x.device.type for x in moved.tensors().values()} == {"meta"}
 
 
+def test_rows_have_the_width_of_their_longest_completion() -> None:
+    rollout = rollout_of([(1, 5), (1, 2), (1, 1)])
+    rollout = rollout._replace(sampling_logps=torch.arange(15.0).view(3, 5))
+    part = rollout.rows(torch.tensor([1, 2]))
+    assert part.completion_ids.shape == part.completion_mask.shape == (2, 2)
+    assert part.sampling_logps is not None
+    assert part.sampling_logps.tolist() == [[5.0, 6.0], [10.0, 11.0]]
+
+
 def test_micro_batches_of_similar_length_have_little_padding() -> None:
     rollout = rollout_of([(5, 1), (5, 100)] * 8)
     batches = micro_batches(rollout, torch.arange(16), 420)
