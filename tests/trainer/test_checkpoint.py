@@ -268,6 +268,15 @@ def test_the_batch_of_each_process_has_a_file_of_its_own(tmp_path: Path, monkeyp
         assert torch.equal(load_file(path)["completion_ids"], rollout.completion_ids)
 
 
+def test_other_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, steps=1).train()
+    trainer = make(tmp_path / "new", steps=2)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    trainer.checkpointer.output_dir = tmp_path
+    with pytest.raises(CheckpointError, match="1 processes wrote it, .*; got 2"):
+        trainer.checkpointer._go_on_from(tmp_path / "checkpoint-000001")
+
+
 def test_a_run_resumes_without_its_metrics(tmp_path: Path) -> None:
     make(tmp_path, steps=1).train()
     (tmp_path / "metrics.jsonl").unlink()

@@ -48,6 +48,11 @@ def test_every_recipe_takes_a_step(path: Path) -> None:
     assert metrics["loss"] != 0
 
 
+def test_a_date_is_a_text(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text() + "system_prompt: 2026-11-27\n")
+    assert read_recipe(["--config", str(recipe)])[0].system_prompt == "2026-11-27"
+
+
 def test_the_file_the_command_line_and_both_spellings(recipe: Path) -> None:
     read, switches = read_recipe(
         ["--config", str(recipe), "--learning-rate", "2e-6", "--loss.epsilon_high=0.5", "--lora.r", "4", "--dry-run"]

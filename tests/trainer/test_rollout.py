@@ -37,6 +37,7 @@ from grpo_fused.trainer import (
     Sampling,
     roll_out,
 )
+from grpo_fused.trainer.policy import add_rows
 from grpo_fused.trainer.rollout import ending_token_ids, micro_batches
 
 EOS = 1
@@ -493,6 +494,13 @@ def test_a_rollout_moves_with_its_sets() -> None:
     moved = rollout_of([(1, 2)])._replace(alternatives=ScoredSets(sets, torch.zeros(2))).to(torch.device("meta"))
     assert moved.alternatives is not None
     assert {x.device.type for x in moved.tensors().values()} == {"meta"}
+
+
+def test_a_masked_sequence_changes_no_row() -> None:
+    table = torch.zeros(2, 3)
+    for value in (-1.0, 0.0):
+        add_rows(table, torch.tensor([1]), torch.full((1, 2), value))
+    assert table.tolist() == [[0.0, 0.0, 0.0], [-1.0, -1.0, 0.0]]
 
 
 def test_rows_have_the_width_of_their_longest_completion() -> None:
