@@ -17,7 +17,7 @@ from with_vllm.test_training import RATIO, make_trainer
 
 from grpo_fused import CandidateSets, fused_linear_logprobs, importance_sampling_correction, lm_head_inputs
 from grpo_fused.rollouts import vllm as integration
-from grpo_fused.rollouts import vllm_logprobs
+from grpo_fused.rollouts import vllm_logprobs, vllm_outputs
 from grpo_fused.trainer import Rollout, Sampling, VLLMEngine, roll_out
 
 PROMPTS = [[72, 101, 108], [3, 4, 5, 6, 7, 8], [1, 2]]
@@ -174,7 +174,7 @@ def test_sets_of_which_a_part_is_missing_are_refused(
 ) -> None:
     engine = exact("float32")
     engine.sync_weights(build_policy(1))
-    monkeypatch.setattr(integration, "MOST_CANDIDATES", 4)
+    monkeypatch.setattr(vllm_outputs, "MOST_CANDIDATES", 4)
     if engine.masks:  # they are complete
         return
     with pytest.raises(RuntimeError, match="must return all tokens that could be sampled"):
