@@ -166,7 +166,7 @@ class GRPOTrainer:
         )
         self.stopped_by: int | None = None
         self._stop = StopRequest()
-        self._measured_before = False  # step 0, which a first step that fails does not undo
+        self._before: Metrics = {}  # step 0, which a first step that fails does not undo
         self.steps_done = self.checkpointer.start(resume, overwrite)
 
     @share_failures()
@@ -193,9 +193,11 @@ class GRPOTrainer:
         self.checkpointer.remember()
         with self.log.open(), self._saving_after_failure(), self._stop as stop:
             self.log.say(format_facts(self.facts()) + "\n")
-            if self.steps_done == 0 and not self._measured_before and (before := self.evaluate()):
-                self._record(history, {"step": 0} | before)
-                self._measured_before = True
+            if self.steps_done == 0 and self._before:
+                history.append(self._before)
+            elif self.steps_done == 0 and (before := self.evaluate()):
+                self._before = {"step": 0} | before
+                self._record(history, self._before)
             progress = tqdm(
                 total=self.config.steps, initial=self.steps_done, desc="GRPO", unit="step", mininterval=1.0,
                 disable=None if self.accelerator.is_main_process else True,  # None: off if the output is not a terminal

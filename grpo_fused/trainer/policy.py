@@ -123,7 +123,9 @@ class Policy:
         whole = self.config.loss.top_entropy_quantile < 1
         limit = sys.maxsize if whole else self.config.micro_batch_tokens
         batches = micro_batches(rollout, rows, limit, share_prompts=self.config.share_prompts)
-        most = int(self.accelerator.gather(torch.tensor([len(batches)], device=self.accelerator.device)).max())
+        most = len(batches)
+        if self.accelerator.num_processes > 1:  # a GPU waits for it
+            most = int(self.accelerator.gather(torch.tensor([most], device=self.accelerator.device)).max())
         pieces = [(batch, rollout.rows(batch)) for batch in batches]
         first = rollout.rows(slice(0, 1))
         idle = first._replace(completion_mask=torch.zeros_like(first.completion_mask))

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
@@ -231,8 +231,8 @@ class Recipe(GRPOTrainerConfig):
                 rows: Any = function(**self.dataset_options)
                 if callable(rows) and limit is None:
                     return rows  # type: ignore[no-any-return]
-                # rows may be endless
-                rows = list(islice(map(rows, count()) if callable(rows) else rows, limit))
+                # rows may be endless; a StopIteration of a function of rows is an error
+                rows = [rows(i) for i in range(cast(int, limit))] if callable(rows) else list(islice(rows, limit))
             except Exception as error:
                 raise ValueError(f"dataset {source!r} {raised(error)}") from error
             return load_rows(rows)

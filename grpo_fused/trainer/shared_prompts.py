@@ -59,7 +59,8 @@ def shared_prompt_states(model: nn.Module, rollout: Rollout) -> Tensor:
     seen &= there.unsqueeze(1) & torch.ones(width, width, dtype=torch.bool, device=device).tril()
     mask = seen.unsqueeze(1)
     # SDPA takes bools; others add the mask to the scores
-    if getattr(base_model(model).config, "_attn_implementation", None) != "sdpa":
+    inner: Any = base_model(model)
+    if getattr(inner.config.get_text_config(), "_attn_implementation", None) != "sdpa":
         mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
     states = head_hidden_states(model, input_ids, mask, position_ids=position_ids)
     group_of = torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
@@ -82,8 +83,9 @@ def check_shared_prompts(model: PreTrainedModel, separate: Any) -> None:
             f"{type(model).__name__}"
         )
     rollout = _example(model.config.get_text_config().vocab_size, model.device)
-    # the first: their gradient comes through all layers; two, since that of a new adapter's first matrix is 0
-    trained = [p for p in model.parameters() if p.requires_grad][:2]
+    # the first of text: their gradient comes through all layers; two, since that of a new adapter's first matrix is 0
+    inner: Any = base_model(model)
+    trained = [p for p in inner.get_decoder().parameters() if p.requires_grad][:2]
     results: list[list[Tensor]] = []
     wanted = separate(rollout)
     try:

@@ -612,8 +612,9 @@ def test_the_evaluation_before_training_is_made_once(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="step 1"):
         trainer.train()
     trainer.reward_functions["count_ones"] = whole
-    trainer.train()
+    history = trainer.train()
     assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(7))
+    assert [line["step"] for line in history] == list(range(7))
 
 
 def test_stop_outside_of_the_main_thread(tmp_path: Path, unbroken: tuple[Any, Any]) -> None:

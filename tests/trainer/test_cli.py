@@ -688,3 +688,6 @@ def test_rows_without_an_end_are_taken_up_to_the_limit(tmp_path):
     file.write_text("import itertools\ndef rows():\n    return ({'prompt': str(i)} for i in itertools.count())\n")
     recipe = Recipe(model="m", rewards=(Reward(name="format"),), dataset=f"{file}:rows", limit=3)
     assert [row["prompt"] for row in recipe.train_rows()] == ["0", "1", "2"]
+    file.write_text("def rows():\n    left = iter([{'prompt': '0'}])\n    return lambda index: next(left)\n")
+    with pytest.raises(ValueError, match=r"endless.py:rows' raised StopIteration"):  # not a shorter data set
+        recipe.train_rows()

@@ -91,6 +91,20 @@ def test_part_of_a_model_is_trained(trained: str) -> None:
     check_shared_prompts(model, lambda rollout: separate(model, rollout))
 
 
+@pytest.mark.parametrize("attention", ["sdpa", {"": "sdpa", "text_config": "eager"}], ids=str)
+def test_a_model_of_images_and_text(attention: Any) -> None:
+    """Its first parameters are of images, and each of its parts has an attention of its own."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    few = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, pad_token_id=0, **few)
+    vision = CLIPVisionConfig(image_size=8, patch_size=4, **few)
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_id=VOCAB - 1))
+    model.set_attn_implementation(attention)
+    check_shared_prompts(model, lambda rollout: separate(model, rollout))
+
+
 def test_fewer_tokens_pass_through_the_model():
     model, rollout, seen = model_of("qwen2"), rollout_of([(50, [5] * 8)]), []
     model.model.register_forward_pre_hook(
