@@ -19,8 +19,7 @@ import platform
 import re
 import subprocess
 from datetime import datetime, timezone
-from importlib.metadata import distributions
-from itertools import islice
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -78,7 +77,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "commit": given or _git("rev-parse", "--short", "HEAD") or "unknown",
         "dirty": given is None and bool(_git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED)),
         "python": platform.python_version(),
-        "versions": {name: one.version for name in PACKAGES for one in islice(distributions(name=name), 1)},
+        "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
     }
 
 
@@ -200,6 +199,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _git(*arguments: str) -> str:

@@ -22,7 +22,8 @@ def check_name(name: str, repo_type: str = "model") -> None:
     Raises:
         OSError: There is neither a folder nor a repository of this name, or the Hub cannot be reached.
     """
-    if (folder := Path(name).expanduser()).exists():
+    folder = Path(name).expanduser()
+    if folder.exists():
         return
     here = f"there is no folder {name!r}" + ("" if folder.is_absolute() else f" in {Path.cwd()}")
     try:
@@ -30,12 +31,14 @@ def check_name(name: str, repo_type: str = "model") -> None:
         if cached.exists() or constants.HF_HUB_OFFLINE:
             return
         HfApi().repo_info(name, repo_type=repo_type, timeout=TIMEOUT)
-    except Exception as error:
-        if isinstance(error, HFValidationError):
-            why = "it is not a name of the Hugging Face Hub"
-        elif isinstance(error, HfHubHTTPError):
-            status = f"HTTP {error.response.status_code}" if error.response is not None else type(error).__name__
-            why = f"the Hugging Face Hub has no {repo_type} of this name that you may read ({status})"
-        else:  # of the HTTP library, which differs between releases
-            why = f"the Hugging Face Hub cannot be reached ({type(error).__name__}: {error})"
-        raise OSError(f"{here}, and {why}") from error
+    except HFValidationError as error:
+        raise OSError(f"{here}, and it is not a name of the Hugging Face Hub") from error
+    except HfHubHTTPError as error:
+        status = f"HTTP {error.response.status_code}" if error.response is not None else type(error).__name__
+        raise OSError(
+            f"{here}, and the Hugging Face Hub has no {repo_type} of this name that you may read ({status})"
+        ) from error
+    except Exception as error:  # of the HTTP library, which differs between releases
+        raise OSError(
+            f"{here}, and the Hugging Face Hub cannot be reached ({type(error).__name__}: {error})"
+        ) from error

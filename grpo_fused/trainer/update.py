@@ -203,8 +203,9 @@ class Window:
         counts = torch.tensor(
             [lengths.sum(), len(lengths), trained.sum(), len(rows)], dtype=torch.float64, device=accelerator.device
         )
-        *divisors, self.trained_sequences = accelerator.reduce(counts, "sum").tolist()
-        self.tokens, self.sequences, self.trained_tokens = (max(count, 1.0) for count in divisors)
+        tokens, sequences, trained_tokens, self.trained_sequences = accelerator.reduce(counts, "sum").tolist()
+        self.tokens, self.sequences = max(tokens, 1.0), max(sequences, 1.0)
+        self.trained_tokens = max(trained_tokens, 1.0)
 
     def share_of(self, micro: Rollout, loss: GRPOLossConfig) -> tuple[float, GRPOLossConfig]:
         """The weight of a micro-batch's loss, and the loss's options with the entropy bonus weighted the same way.
