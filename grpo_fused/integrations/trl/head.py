@@ -113,7 +113,7 @@ class FusedLogProbFunction:
         **options: Unpack[HeadOptions],
     ) -> LogprobsCall:
         """The scores of tokens as a call of this class: over the announced candidate sets, with its own options."""
-        candidates, mask = announced_candidates(token_ids)
+        candidates, mask = announced_candidates(token_ids, lm_head_weight.shape[0])
         options |= {"impl": cls.impl, "max_scratch_bytes": cls.max_scratch_bytes}
         hidden, head, _, run = head_of(hidden_states, lm_head_weight, token_ids, mask, Layout.of(token_ids), options)
         return LogprobsCall(hidden, head, token_ids, mask, candidates, with_entropy, run)

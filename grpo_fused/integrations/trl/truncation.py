@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 from trl.generation import vllm_generation
 
 from grpo_fused.call.calls import TokenSets
-from grpo_fused.call.candidates import CandidateSets
+from grpo_fused.call.candidates import CandidateSets, check_values
 from grpo_fused.call.layout import offsets_of
 from grpo_fused.heads.patches import Patches
 from grpo_fused.integrations.context import holding
@@ -102,7 +102,7 @@ _scored = ContextVar("grpo_fused_candidates", default=None)
 """Of the completions that a trainer has scored in a block, for each of its passes: their sets, and mask [B, T]."""
 
 
-def announced_candidates(targets: Tensor) -> tuple[TokenSets, Tensor | None]:
+def announced_candidates(targets: Tensor, vocab_size: int) -> tuple[TokenSets, Tensor | None]:
     """The sets of the tokens of the next pass, and the mask of those that count, where a trainer has announced them."""
     passes = _scored.get()
     if passes is None:
@@ -117,6 +117,7 @@ def announced_candidates(targets: Tensor) -> tuple[TokenSets, Tensor | None]:
         sizes = torch.nn.functional.pad(sets.sizes.view(active.shape), (before, 0)).view(-1)
         sets = CandidateSets(sets.ids, offsets_of(sizes))
         mask = torch.nn.functional.pad(active, (before, 0)).view(-1)
+    check_values(sets, targets, mask, vocab_size, {})
     return TokenSets.of(sets), mask
 
 
