@@ -79,13 +79,15 @@ def run_loss(engine: Engine, tokens: Tokens, call: calls.LossCall, ranks: TokenP
     chunk_rows = _chunk_rows(engine, work)
     has_whole_sequences = not (ranks is not None and ranks.split) and tokens.candidates is None
     in_one_pass = needs.any() and (config.token_alone or (has_whole_sequences and not config.needs_batch))
-    started, lengths = None, None  # of each sequence, its rows with a gradient
+    started = None
+    lengths: list[int] | None = None  # rows with a gradient of each sequence, where the loss needs whole sequences
     if run.compact:
         order, counts = _in_order(local_batch, tokens.undecided, matters, config, call)
         read = _copied(counts)
         if in_one_pass and isinstance(engine, StartingEngine):
             started = engine.start(replace(work, rows=order), counts[1])
-        first, last, *lengths = read()  # the synchronisation of the call
+        first, last, *rest = read()  # the synchronisation of the call
+        lengths = rest if config.needs_sequence else None
         rows, scored_only = order[:first], order[first:last]
     else:
         rows = all_rows(tokens.ids)

@@ -47,8 +47,6 @@ def output_head(model: nn.Module) -> nn.Module:
             f"model must be a causal LM with one output head (get_output_embeddings() or lm_head); "
             f"{type(model).__name__} gives {type(head).__name__}"
         )
-    if hasattr(head, "_orig_mod"):
-        raise TypeError("the lm head must not be compiled by itself: compile the model, or call head.compile()")
     return head
 
 
@@ -91,6 +89,8 @@ def head_parts(head: Any) -> HeadParts:
     # An adapter of an unknown kind usually starts at zero: no comparison would show it before it is trained.
     further = [name for name, _ in head.named_parameters() if name.split(".")[0] not in _OWN]
     if further and not is_decompressed(head, further):
+        if hasattr(head, "_orig_mod"):
+            raise TypeError("the lm head must not be compiled by itself: compile the model, or call head.compile()")
         raise ValueError(
             f"an lm head must have a weight and perhaps a bias; {type(head).__name__} also has {', '.join(further)}, "
             "which W and b do not express: merge it into the weight first"

@@ -47,10 +47,11 @@ def _of_torchao(weight: Any) -> QuantizedWeight | None:
     if not isinstance(values, Tensor) or not isinstance(scale, Tensor) or values.dtype not in BYTES:
         return None
     further = [getattr(weight, name, None) for name in ("act_quant_kwargs", "act_quant_scale", "act_pre_scale")]
-    zero_point = getattr(weight, "zero_point", None)
-    is_shifted = isinstance(zero_point, Tensor) and bool((zero_point != 0).any())
     one_a_row = values.dim() == 2 and tuple(scale.shape) in ((len(values),), (len(values), 1))
-    if is_shifted or not one_a_row or any(x is not None for x in further):
+    if not one_a_row or any(x is not None for x in further):
+        return None
+    zero_point = getattr(weight, "zero_point", None)
+    if isinstance(zero_point, Tensor) and bool((zero_point != 0).any()):
         return None
     return QuantizedWeight(values.detach(), scale.detach().to(torch.float32).reshape(-1))
 

@@ -264,9 +264,10 @@ def _policy_factor(
     factor = None
     if config.off_policy_mask_threshold is not None:
         behaviour = batch.sampling if batch.sampling is not None else batch.old
-        behaviour = logp if behaviour is None else behaviour
-        drift = torch.where(batch.mask & ~behaviour.isnan(), behaviour - logp, 0.0)
-        drift = batch.of_sequence(batch.sequence_sum(drift) / batch.lengths.clamp(min=1.0))
+        drift = torch.zeros_like(logp)
+        if behaviour is not None:
+            drift = torch.where(batch.mask & ~behaviour.isnan(), behaviour - logp, 0.0)
+            drift = batch.of_sequence(batch.sequence_sum(drift) / batch.lengths.clamp(min=1.0))
         factor = ((batch.advantages >= 0) | (drift <= config.off_policy_mask_threshold)).to(logp.dtype)
     if high_entropy is not None and not config.kind.masks_inside:
         factor = high_entropy.to(logp.dtype) if factor is None else torch.where(high_entropy, factor, 0.0)

@@ -40,11 +40,13 @@ def test_a_compiled_head() -> None:
         torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, logits)
 
 
-def test_a_wrapper_around_the_head_is_refused() -> None:
+def test_the_weight_of_a_wrapped_head_cannot_be_read() -> None:
     model: Any = build("qwen2")
     model.lm_head = torch.compile(model.lm_head, backend="eager")
     with pytest.raises(TypeError, match=r"compile the model, or call head.compile\(\)"):
         lm_head_inputs(model)
+    ids = token_ids()
+    torch.testing.assert_close(head_hidden_states(model, ids), head_hidden_states(build("qwen2"), ids))
 
 
 def test_a_data_parallel_model(tmp_path: Path) -> None:
