@@ -305,7 +305,10 @@ _ALL = (
         _of_active(_torch_chunked), needs=_with_linear_cross_entropy,
     ),
     _from_logps("trl", "trl.kernels.ChunkedLogProbFunction, entropies included", _of_active(_trl), packages=("trl",)),
-    Provider("liger", "LigerFusedLinearGRPOLoss; on a CPU not compiled", _liger, packages=("liger_kernel",)),
+    Provider(
+        "liger", "LigerFusedLinearGRPOLoss in chunks of a sequence; on a CPU not compiled", _liger,
+        packages=("liger_kernel",),
+    ),
     Provider(
         "torchtitan", "ChunkedLossWrapper around its DAPOLoss, entropies included, nothing on top", _torchtitan,
         packages=("torchtitan", "spmd_types", "triton", "tyro"), always_gradients=True,
