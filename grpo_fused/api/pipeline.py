@@ -150,8 +150,8 @@ def run_objective(
 
     def coefficients(part: slice | Tensor, stats: Statistics) -> Coefficients:
         if alternatives is None:
-            dlogp, dentropy, _ = evaluation(part, stats.logp, stats.entropy)
-            return Coefficients(stats, dlogp, dentropy)
+            found = evaluation(part, stats.logp, stats.entropy)
+            return Coefficients(stats, found.logp, found.entropy)
         where, positions = rows[part], torch.arange(len(rows), device=rows.device)[part]
 
         def of_block(block: slice, _: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

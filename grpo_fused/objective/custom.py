@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,15 @@ Scope = Literal["token", "sequence", "batch"]
 Objective = Callable[..., Tensor]
 
 
-Derivatives = tuple[Tensor, Tensor | None, Tensor | None]
-"""Of the loss of R tokens by their log-probs [R], by their entropies [R] or None, and by the log-probs of their
-alternatives [m] or None."""
+class Derivatives(NamedTuple):
+    """Of the loss of R tokens."""
+
+    logp: Tensor
+    """[R]"""
+    entropy: Tensor | None
+    """[R], or None"""
+    alternatives: Tensor | None
+    """[m] by the log-probs of their alternatives, if there are any"""
 
 
 @dataclass
@@ -73,7 +79,7 @@ class Evaluation:
                 gradient = torch.where(x < LOWEST_LOGP, 0.0, gradient)
             found.append(torch.zeros_like(x) if gradient is None and x is not None else gradient)
         self.loss += value.detach().to(torch.float64).sum()
-        return tuple(found)  # type: ignore[return-value]
+        return Derivatives(*found)  # type: ignore[arg-type]
 
     def value(
         self, part: slice | Tensor, logp: Tensor, entropy: Tensor | None, alternative_logps: Tensor | None = None
