@@ -145,28 +145,28 @@ class PredictedLogprobs(torch.autograd.Function):
 def _predicted(
     call: calls.LogprobsCall,
     needs: calls.Needs,
-    options: GRPOLossConfig,
+    config: GRPOLossConfig,
     rows: Tensor,
     inputs: calls.LossInputs,
     offsets: Tensor,
 ) -> tuple[Tensor, ...]:
     """(logps, entropies) of all rows, 0 where not scored; g* for log-probs and entropies; that for log-probs one nat
     from the reference; dH, dW and db."""
-    config, some = options.encoded, _at(call, rows)
+    some = _at(call, rows)
     whole_loss = calls.LossCall(
-        some.hidden_states, call.lm_head, some.token_ids, inputs, offsets, some.candidates, config, True, needs,
-        call.run,
+        some.hidden_states, call.lm_head, some.token_ids, inputs, offsets, some.candidates, config.encoded, True,
+        needs, call.run,
     )  # fmt: skip
     loss = operators.LossResult(*operators.linear_grpo_loss(*calls.flat(whole_loss)))
 
     def objective(of: calls.LossInputs) -> operators.ObjectiveResult:
-        from_logps = calls.ObjectiveCall(loss.logps, loss.entropies.nan_to_num(), of, offsets, config)
+        from_logps = calls.ObjectiveCall(loss.logps, loss.entropies.nan_to_num(), of, offsets, config.encoded)
         return operators.ObjectiveResult(*operators.grpo_objective(*calls.flat(from_logps)))
 
     star, one_nat = objective(inputs), loss.logps.new_zeros(loss.logps.shape)
     if inputs.ref_per_token_logps is not None:  # with every weight of the loss
         one_nat = objective(inputs._replace(ref_per_token_logps=loss.logps.nan_to_num() - 1.0)).dlogps
-        if options.use_bias_correction_kl:
+        if config.use_bias_correction_kl:
             one_nat *= (inputs.ref_per_token_logps - loss.logps).nan_to_num(0.0).clamp(0.0, MAX_LOG_RATIO).exp()
     out = loss.logps.new_zeros(call.hidden_states.shape[0]).index_copy_(0, rows, loss.logps)
     entropy_out = torch.zeros_like(out).index_copy_(0, rows, loss.entropies)
