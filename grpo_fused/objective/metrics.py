@@ -20,8 +20,11 @@ def metric_names(
     names: tuple[str, ...] = ("policy_loss", "active_tokens")
     if not complete:
         return names
-    means = [name for name, there in (("kl", with_kl), ("entropy", with_entropy)) if there]
-    return (*names, *means, *config.kind.metrics)
+    if with_kl:
+        names += ("kl",)
+    if with_entropy:
+        names += ("entropy",)
+    return names + config.kind.metrics
 
 
 def loss_metric_names(config: GRPOLossConfig, *, with_kl: bool, complete: bool) -> tuple[str, ...]:

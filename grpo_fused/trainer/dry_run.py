@@ -69,7 +69,6 @@ def dry_run(recipe: Recipe) -> Metrics:
             output_dir=folder,
         )
         *_, metrics = build_trainer(small, parts).train()
-
     if not metrics["grad_norm"] > 0:
         raise RuntimeError(
             "rewards that differ must give a gradient; got 0: can only one token be sampled (top_k 1, a small top_p), "

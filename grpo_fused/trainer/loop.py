@@ -273,8 +273,7 @@ class GRPOTrainer:
         rollout, rewards = self.sampler.sample(rows, sampling)
         if process == 0 and config.sample_steps > 0 and self.steps_done % config.sample_steps == 0:
             first = slice(0, sampling.num_generations)
-            ids = rollout.completions()[first]
-            texts = [str(self.tokenizer.decode(each, skip_special_tokens=True)) for each in ids]
+            texts = self.sampler.texts(rollout.completions()[first])
             columns = {name: rewards[first, i].tolist() for i, name in enumerate(self.reward_functions)}
             totals = (rewards[first].cpu().nan_to_num() @ self.reward_weights).tolist()
             self.log.samples(self.steps_done + 1, prompt_text(rows[0]["prompt"]), texts, columns, totals)

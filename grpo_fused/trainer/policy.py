@@ -207,7 +207,7 @@ def _adapters_change_nothing(model: nn.Module) -> bool:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Sets every dropout of a model to 0, those of attention and in its config included."""
+    """Sets every dropout of a model to 0, also in attention and in its config."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

@@ -13,7 +13,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
@@ -229,10 +229,12 @@ class Recipe(GRPOTrainerConfig):
             function = load_function(str(source), "dataset")
             try:
                 rows: Any = function(**self.dataset_options)
-                if callable(rows) and limit is None:
+                if not callable(rows):
+                    rows = list(islice(rows, limit))  # it may be endless
+                elif limit is None:
                     return rows  # type: ignore[no-any-return]
-                # rows may be endless; a StopIteration of a function of rows is an error
-                rows = [rows(i) for i in range(cast(int, limit))] if callable(rows) else list(islice(rows, limit))
+                else:
+                    rows = [rows(index) for index in range(limit)]
             except Exception as error:
                 raise ValueError(f"dataset {source!r} {raised(error)}") from error
             return load_rows(rows)

@@ -52,8 +52,11 @@ class Sampler:
             rollout = rollout.to(self.peers.accelerator.device)
         ids = rollout.completions()
         repeated = [row for row in rows for _ in range(sampling.num_generations)]
-        texts = [str(self.tokenizer.decode(each, skip_special_tokens=True)) for each in ids]
-        completions = [completion_for(row["prompt"], text) for row, text in zip(repeated, texts, strict=True)]
+        completions = [completion_for(row["prompt"], text) for row, text in zip(repeated, self.texts(ids), strict=True)]
         timeout = self.updater.config.reward_timeout
         rewards = score_completions(self.reward_functions, repeated, completions, ids, timeout=timeout)
         return rollout, rewards.to(self.peers.accelerator.device)
+
+    def texts(self, completion_ids: list[list[int]]) -> list[str]:
+        """Completions as texts."""
+        return [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in completion_ids]

@@ -98,7 +98,7 @@ class FusedLogProbFunction:
         if packed is None:
             logps, entropies = logprobs_of(early(call))
         else:
-            logps, entropies = PredictedLogprobs.apply(*tensors_of(call), call, prediction, *packed)
+            logps, entropies = PredictedLogprobs.apply(*tensors_of(call), call, packed)
         extras = extra_statistics(call, [name for name in OPTIONAL_OUTPUTS[1:] if name in outputs])
         log_sum_sq_probs, mean_logits, is_top1 = map(extras.get, OPTIONAL_OUTPUTS[1:])
         return logps, entropies if call.with_entropy else None, log_sum_sq_probs, mean_logits, is_top1

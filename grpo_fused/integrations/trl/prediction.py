@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,11 +57,8 @@ class Prediction:
     used: bool = False
     """whether the scores that it is about have been made: any further ones are about something else"""
 
-    def take(self, targets: Tensor) -> tuple[Tensor, calls.LossInputs, Tensor] | None:
-        """(rows, inputs, offsets) of it, once, among rows of hidden states that have these targets.
-
-        None where those are not the loss's.
-        """
+    def take(self, targets: Tensor) -> _Packed | None:
+        """The same, once, for rows of hidden states that have these targets; None where those are not the loss's."""
         num_rows, device = targets.shape[0], targets.device
         mask = self.completion_mask.to(device) != 0
         batch, length = mask.shape
@@ -84,7 +81,7 @@ class Prediction:
             return None  # little to gain; and one value for each token would look like one for each sequence
         offsets = offsets_of(lengths)
         inputs = calls.LossInputs._make(None if x is None else self._pack(x.to(device), mask) for x in self.inputs)
-        return rows, inputs, offsets
+        return _Packed(self.config, self.counts, rows, inputs, offsets)
 
     @staticmethod
     def _pack(x: Tensor, mask: Tensor) -> Tensor:
@@ -93,6 +90,14 @@ class Prediction:
         if x.dim() == 1 or (x.shape[1] == 1 and mask.shape[1] != 1):
             return x.reshape(-1, 1)  # one for each sequence
         return x.detach()[mask]
+
+
+class _Packed(NamedTuple):
+    config: GRPOLossConfig
+    counts: Counts
+    rows: Tensor
+    inputs: calls.LossInputs
+    offsets: Tensor
 
 
 announced: ContextVar[Prediction | None] = ContextVar("grpo_fused_prediction", default=None)
@@ -104,15 +109,13 @@ class PredictedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: calls.LogprobsCall, prediction: Prediction,
-        rows: Tensor, inputs: calls.LossInputs, offsets: Tensor,
-    ) -> Any:  # fmt: skip
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: calls.LogprobsCall, packed: _Packed
+    ) -> Any:
         call = calls.with_tensors(call, hidden, weight, bias)
-        needs = calls.Needs(*ctx.needs_input_grad[:3])
-        logps, entropies, *predicted = _predicted(call, needs, prediction.config, rows, inputs, offsets)
-        ctx.counts = prediction.counts
+        logps, entropies, *predicted = _predicted(call, calls.Needs(*ctx.needs_input_grad[:3]), packed)
+        ctx.counts = packed.counts
         ctx.call, tensors = calls.detach(call)
-        ctx.save_for_backward(rows, *predicted, *tensors)
+        ctx.save_for_backward(packed.rows, *predicted, *tensors)
         ctx.set_materialize_grads(False)
         if not call.with_entropy:
             ctx.mark_non_differentiable(entropies)
@@ -125,7 +128,7 @@ class PredictedLogprobs(torch.autograd.Function):
         call: calls.LogprobsCall = calls.attach(ctx.call, tensors)
         dentropies = dentropies if call.with_entropy else None
         if dlogps is None and dentropies is None:
-            return (None,) * 8
+            return (None,) * 5
         needs, (hidden, weight, bias) = calls.Needs(*ctx.needs_input_grad[:3]), calls.tensors_of(call)
         scale = _multiple(dlogps, dentropies, rows, gstar, hstar, one_nat)
         if scale is None:
@@ -139,34 +142,28 @@ class PredictedLogprobs(torch.autograd.Function):
             dweight = scaled(dweight, scale, weight.dtype, call.run.engine) if needs.need_weight else dweight
             dbias = dbias * scale
         made = zip((dhidden, dweight, dbias), calls.tensors_of(call), needs, strict=True)
-        return *(x.to(of.dtype) if need and of is not None else None for x, of, need in made), *(None,) * 5
+        return *(x.to(of.dtype) if need and of is not None else None for x, of, need in made), None, None
 
 
-def _predicted(
-    call: calls.LogprobsCall,
-    needs: calls.Needs,
-    config: GRPOLossConfig,
-    rows: Tensor,
-    inputs: calls.LossInputs,
-    offsets: Tensor,
-) -> tuple[Tensor, ...]:
+def _predicted(call: calls.LogprobsCall, needs: calls.Needs, packed: _Packed) -> tuple[Tensor, ...]:
     """(logps, entropies) of all rows, 0 where not scored; g* for log-probs and entropies; that for log-probs one nat
     from the reference; dH, dW and db."""
-    some = _at(call, rows)
+    rows, inputs, offsets = packed.rows, packed.inputs, packed.offsets
+    config, some = packed.config.encoded, _at(call, rows)
     whole_loss = calls.LossCall(
-        some.hidden_states, call.lm_head, some.token_ids, inputs, offsets, some.candidates, config.encoded, True,
-        needs, call.run,
+        some.hidden_states, call.lm_head, some.token_ids, inputs, offsets, some.candidates, config, True, needs,
+        call.run,
     )  # fmt: skip
     loss = operators.LossResult(*operators.linear_grpo_loss(*calls.flat(whole_loss)))
 
     def objective(of: calls.LossInputs) -> operators.ObjectiveResult:
-        from_logps = calls.ObjectiveCall(loss.logps, loss.entropies.nan_to_num(), of, offsets, config.encoded)
+        from_logps = calls.ObjectiveCall(loss.logps, loss.entropies.nan_to_num(), of, offsets, config)
         return operators.ObjectiveResult(*operators.grpo_objective(*calls.flat(from_logps)))
 
     star, one_nat = objective(inputs), loss.logps.new_zeros(loss.logps.shape)
     if inputs.ref_per_token_logps is not None:  # with every weight of the loss
         one_nat = objective(inputs._replace(ref_per_token_logps=loss.logps.nan_to_num() - 1.0)).dlogps
-        if config.use_bias_correction_kl:
+        if packed.config.use_bias_correction_kl:
             one_nat *= (inputs.ref_per_token_logps - loss.logps).nan_to_num(0.0).clamp(0.0, MAX_LOG_RATIO).exp()
     out = loss.logps.new_zeros(call.hidden_states.shape[0]).index_copy_(0, rows, loss.logps)
     entropy_out = torch.zeros_like(out).index_copy_(0, rows, loss.entropies)
