@@ -116,7 +116,16 @@ def save(path: Path, picture: Picture) -> None:
         about = {"Date": None, "Creator": None, "Description": f"data {picture.hash}"}
         figure = picture.draw(picture.data)
         add_source(figure, picture.source)
+        _fix_positions(figure)
         figure.savefig(path, format="svg", metadata=about)
+
+
+def _fix_positions(figure: Figure) -> None:
+    """Of all axes, rounded: those that the layout finds differ in their last bits from run to run."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axis in figure.axes:
+        axis.set_position([round(x, 6) for x in axis.get_position().bounds])
 
 
 def draw_bars(bars: Bars) -> Figure:

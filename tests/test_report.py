@@ -13,7 +13,7 @@ from benchmarks.command import call
 from benchmarks.pages import TABLES
 from benchmarks.problem import Case
 from benchmarks.results import SCHEMA
-from benchmarks.style import COLORS
+from benchmarks.style import COLORS, new_figure
 from benchmarks.sweep import HEADS, PLANS
 
 
@@ -168,6 +168,23 @@ def test_a_gpu_run_lists_what_it_has_not_measured(place):
     assert f"**bf16, N = 8192, H = {PLANS[0].case.H}, V = 151936**" in gpu
     assert sum(line.count("not measured yet") == 4 for line in gpu.splitlines()) == len(HEADS) - 1
     assert "(plots/gpu-speed.svg)" in gpu
+
+
+def test_places_of_a_layout_that_differ_in_their_last_bits_give_the_same_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def draw(shift):
+        figure = new_figure(4.0, 3.0, "title", "note")
+        figure.set_layout_engine("none")
+        axes = figure.add_axes((0.2, 0.2, 0.7 + shift, 0.6))
+        axes.plot([0.0, 1.0])
+        return figure
+
+    for shift in (0.0, 1e-12):
+        plots.save(tmp_path / str(shift), plots.Picture(None, lambda _, by=shift: draw(by), "source"))
+    first, second = (path.read_bytes() for path in sorted(tmp_path.iterdir()))
+    assert first == second
+    assert b"clip-path" in first
 
 
 def test_plots_are_reproducible_and_contain_a_hash_of_their_data(place):
