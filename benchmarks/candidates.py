@@ -4,7 +4,7 @@
     python -m benchmarks.candidates --device cuda --out results.json
 
 Four parts. `published`: set sizes drawn as measured in a rollout with top_p = 0.97 (46 % of one token, median 2,
-mean 8, p99 82 to 100; prime-rl issue 2979), with the bare products, the dense loss, the masked dense loss that
+mean 8, p99 82 to 100; prime-rl pull request 2979), with the bare products, the dense loss, the masked dense loss that
 frameworks use (all logits, those outside the set at -inf), and filling a fresh dW. Our dW is of zeros that the system
 clears when a page is first written to: a loss alone touches few of them, an optimizer (in `window`) all.
 `window`: an optimizer step of `published`: 8 micro-batches, a clipped norm, AdamW and zeroing, with a new dW for each
