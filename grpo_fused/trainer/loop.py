@@ -305,7 +305,7 @@ class GRPOTrainer:
 
     def facts(self) -> dict[str, str]:
         """The model and its training, for the first lines of a run."""
-        config, parameters = self.config, list(self.model.parameters())
+        config, parameters, processes = self.config, list(self.model.parameters()), self.accelerator.num_processes
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         name = getattr(self.model, "name_or_path", "") or type(self.model).__name__
         tokens = config.prompts_per_step * config.num_generations * config.max_completion_length
@@ -313,7 +313,8 @@ class GRPOTrainer:
         sampling = {name: getattr(config, name) for name in ("temperature", *off)}
         return {
             "model": f"{name}, {sum(p.numel() for p in parameters):,} parameters ({trained:,} trained)",
-            "loss": f"{config.loss_name}, engine {self.loss_engine}, on {self.accelerator.device}",
+            "loss": f"{config.loss_name}, engine {self.loss_engine}, on {self.accelerator.device}, "
+            f"{processes} process{'es' if processes > 1 else ''}",
             "step": f"{config.prompts_per_step} prompts x {config.num_generations} completions of at most "
             f"{config.max_completion_length} tokens = at most {tokens:,} tokens",
             "sampling": ", ".join(f"{name} {value}" for name, value in sampling.items() if value != off.get(name)),

@@ -132,6 +132,8 @@ def shared(folder: str, kind: str, loss_type: str) -> None:
         options["loss"] = GRPOLossConfig(loss_type=loss_type, beta=0.02, **more)  # type: ignore[arg-type]
     trainer = make(Path(folder) / "run", save_steps=1, **options)
     assert is_sharded(trainer) == (kind == "fsdp" and accelerator.num_processes > 1)
+    number = {1: "1 process", 2: "2 processes"}[accelerator.num_processes]
+    assert trainer.facts()["loss"].endswith(f", {number}")
     history = trainer.train()
     state = weights_of(trainer)
     if accelerator.is_main_process:

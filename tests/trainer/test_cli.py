@@ -185,7 +185,7 @@ def test_what_a_run_prints(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFi
     lines = printed.splitlines()
     facts = dict(line.split(None, 1) for line in lines[:6])
     assert facts["model"].startswith(str(tmp_path / "model"))
-    assert facts["loss"].startswith("dapo, engine ")
+    assert re.fullmatch("dapo, engine .*, on cpu, 1 process", facts["loss"])
     assert facts["step"] == "2 prompts x 2 completions of at most 4 tokens = at most 16 tokens"
     assert facts["sampling"] == "temperature 1.0, top_p 0.9"
     assert facts["trackers"] == "none"
