@@ -102,6 +102,8 @@ def test_vllm_is_ratio(liger, loss_type, shape):
     B, T = inputs["selected_token_ids"].shape
     ratio = torch.rand({"B": (B,), "B,1": (B, 1), "B,T": (B, T)}[shape]) + 0.5
     ratio[0] = 0.0
+    inputs["attention_mask"][2, 0] = 0.0  # its first token is another one
+    assert inputs["attention_mask"][2].any()
     if shape == "B,T":
         ratio[inputs["attention_mask"] == 0] = 1.0  # Liger's vespo does not mask it
     inputs["vllm_is_ratio"] = ratio
@@ -110,7 +112,11 @@ def test_vllm_is_ratio(liger, loss_type, shape):
     assert_same(run(ours, inputs), run(theirs, inputs), **TOL)
 
 
-@pytest.mark.parametrize("items", [50, 0.5, torch.tensor(40)], ids=["number", "below-1", "tensor"])
+@pytest.mark.parametrize(
+    "items",
+    [50, 0.5, torch.tensor(40), torch.tensor(0.5)],
+    ids=["number", "below-1", "tensor", "tensor-below-1"],
+)
 @pytest.mark.parametrize("processes", [1, 4])
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo", "grpo"])
 def test_num_items_in_batch(liger, monkeypatch, loss_type, processes, items):
@@ -147,19 +153,30 @@ def test_reference_model(liger, with_bias):
     want = run(theirs, inputs)
     assert want[1][0] > 0.1
     assert_same(run(ours, inputs), want, **TOL)
+    masked = inputs["attention_mask"] == 0
+    inputs["ref_input"][masked], inputs["selected_token_ids"][masked] = torch.nan, -100
+    assert_same(run(ours, inputs), want, **TOL)
     with pytest.warns(UserWarning, match="both ref_per_token_logps and ref_input were given"):
         both = run(ours, {**inputs, "ref_per_token_logps": ref})
     assert not torch.equal(both[0], want[0])
 
 
-def test_without_reference_model(liger):
+@pytest.mark.parametrize("beta", [0.04, 0.0])
+def test_without_reference_model(liger, beta):
     """beta, 0.04 by default, then has no effect, and the KL metric exists and is 0."""
     inputs = problem(5)
     inputs["ref_per_token_logps"] = None
-    theirs, ours = (module(use_ref_model=False, compiled=False) for module in (liger, FusedLinearGRPOLoss))
+    theirs, ours = (module(beta, use_ref_model=False, compiled=False) for module in (liger, FusedLinearGRPOLoss))
     got = run(ours, inputs)
-    assert float(got[1][0]) == 0.0
+    assert [float(x) for x in got[1][:-1]] == [0.0] * (beta != 0)
     assert_same(got, run(theirs, inputs), **TOL)
+
+
+@pytest.mark.parametrize("name", ["ref_per_token_logps", "ref_input"])
+def test_a_reference_without_a_penalty_is_not_read(name):
+    inputs, module = {**problem(5), "ref_per_token_logps": None}, FusedLinearGRPOLoss(beta=0.0)
+    ref = torch.full((4, 7, 6) if name == "ref_input" else (4, 7), torch.nan)
+    assert_same(run(module, {**inputs, name: ref}), run(module, inputs), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("case", ["frozen-head", "no-bias", "bool-mask", "options-changed"])

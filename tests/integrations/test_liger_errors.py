@@ -11,6 +11,10 @@ from grpo_fused.integrations.liger import FusedLinearGRPOLoss, grpo_loss_from_lo
 BAD_OPTIONS = {
     "loss_type": ({"loss_type": "gmpo"}, "loss_type must be one of grpo"),
     "level": ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence"),
+    "level-of-trl": (
+        {"importance_sampling_level": "sequence_token"},
+        "importance_sampling_level must be one of token, seq",
+    ),
     "beta": ({"beta": -0.1}, "beta must be at least 0"),
     "temperature": ({"temperature": 0.0}, "temperature must be > 0"),
     "delta": ({"delta": 0.0}, "delta must be (> 0|positive)"),
@@ -43,6 +47,8 @@ def test_wrong_options_of_one_of_them():
         grpo_loss_from_logits(**logits_problem(), eps_high=-1)
     with pytest.raises(ValueError, match="delta must be None for loss_type='cispo', which has no clip; got 1.5"):
         grpo_loss_from_logits(**logits_problem(), loss_type="cispo", delta=1.5)
+    with pytest.raises(ValueError, match="loss_type must be one of grpo"):
+        grpo_loss_from_logits(**logits_problem(), loss_type="gmpo", delta=1.5)
     FusedLinearGRPOLoss(loss_type="sapo", epsilon_low=None)  # does not read it
     FusedLinearGRPOLoss(max_completion_length=256)  # trainers pass it with every loss type
 
@@ -81,3 +87,5 @@ def test_wrong_inputs_from_logits():
         grpo_loss_from_logits(**{**inputs, "logits": inputs["logits"][:, :-1]})
     with pytest.raises(ValueError, match="advantages must have shape"):
         grpo_loss_from_logits(**{**inputs, "advantages": torch.ones(3)})
+    with pytest.raises(ValueError, match="advantages must be finite"):
+        grpo_loss_from_logits(**{**inputs, "advantages": torch.full((4,), torch.nan)})

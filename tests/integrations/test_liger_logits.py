@@ -44,6 +44,10 @@ def test_from_logits(liger_triton, loss_type, level, name, reduce):
     options |= {"loss_type": loss_type, "importance_sampling_level": level, "reduce": reduce}
     if loss_type == "cispo":
         options["eps_high"] = 1.1
+    if loss_type == "dr_grpo" and name == "no-kl":
+        options["max_completion_length"] = 11
+    if loss_type == "vespo" and name == "no-kl":
+        options |= {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.5, "vespo_lambda_neg": 2.2}
     inputs = logits_problem(1)
     if name == "corrected-kl" and loss_type != "vespo":
         inputs["vllm_is_ratio"] = torch.rand(4, 7) + 0.5
@@ -77,9 +81,12 @@ def test_options_that_the_loss_type_does_not_read(liger_triton, loss_type):
             run_logits(liger_triton, inputs, torch.ones(4, 7), loss_type=loss_type, delta=1.5)
 
 
-@pytest.mark.parametrize("ratio", [(4,), (4, 1)], ids=str)
+@pytest.mark.parametrize(("ratio", "processes"), [((4,), 1), ((4, 1), 4)], ids=str)
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
-def test_from_logits_with_sequence_ratios(liger_triton, loss_type, ratio):
+def test_from_logits_with_sequence_ratios(liger_triton, loss_type, ratio, processes, monkeypatch):
+    """And a number of items over all processes."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: processes)
     inputs = {**logits_problem(2), "vllm_is_ratio": torch.rand(ratio) + 0.5}
     options = {"loss_type": loss_type, "reduce": True, "num_items_in_batch": 30, "beta": 0.0}
     (theirs, their_gradient), (ours, gradient) = (
@@ -143,6 +150,15 @@ def test_logits_are_not_changed(dtype):
     assert logits.grad[:, :-1].abs().max() > 0
     assert logits.grad[:, -1].abs().max() == 0
     assert logits.grad[inputs["completion_mask"].bool().logical_not().nonzero(as_tuple=True)].abs().max() == 0
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_completions_without_tokens(loss_type):
+    call = {"completion_ids": torch.zeros(4, 0, dtype=torch.int64), "advantages": torch.ones(4), "beta": 0.0}
+    logits = torch.randn(4, 1, 29, requires_grad=True)
+    loss, (clipped,) = grpo_loss_from_logits(logits, None, None, **call, loss_type=loss_type, reduce=True)
+    loss.backward()
+    assert loss == clipped == logits.grad.norm() == 0
 
 
 def test_masked_logits_do_not_matter():

@@ -98,7 +98,11 @@ def test_autocast_rounds_no_logits(dtype):
         ({"target": torch.zeros(M - 1, dtype=torch.int64)}, ValueError, "shape"),
         ({"target": torch.full((M,), V)}, ValueError, rf"{V}"),
         ({"selected_token_ids": torch.tensor([V])}, ValueError, rf"must be in \[0, {V}\); got {V} to {V}"),
+        ({"selected_token_ids": torch.tensor([-1])}, ValueError, rf"must be in \[0, {V}\); got -1 to -1"),
+        ({"selected_token_ids": torch.tensor([1]).int()}, TypeError, r"must be int64 \[K\]; got torch.int32 \(1,\)"),
         ({"selected_token_ids": torch.tensor([1.0])}, TypeError, r"must be int64 \[K\]; got torch.float32 \(1,\)"),
+        ({"selected_token_ids": torch.tensor([[1]])}, TypeError, r"must be int64 \[K\]; got torch.int64 \(1, 1\)"),
+        ({"ignore_index": 3}, ValueError, "-100"),
         ({"selected_token_ids": [1]}, TypeError, r"must be int64 \[K\]; got list"),
     ],
 )
