@@ -15,7 +15,8 @@ import trl
 from integrations.trl_runs import dataset
 from program_runs import run_in
 
-from grpo_fused.integrations.trl import FusedGRPOTrainer, cli, unpatch_trl
+from grpo_fused.integrations.trl import FusedGRPOTrainer, FusedLogProbFunction, cli, unpatch_trl
+from grpo_fused.integrations.trl.head import active_head
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE, SCRIPTS
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
 
@@ -138,7 +139,7 @@ def test_options_of_the_fused_trainer_reach_it(where, tmp_path, monkeypatch):
     given = {}
 
     def reached(self, **options):
-        given.update(options)
+        given.update(options, head=active_head())
         raise KeyboardInterrupt
 
     monkeypatch.setattr(FusedGRPOTrainer, "__init__", reached)
@@ -149,6 +150,8 @@ def test_options_of_the_fused_trainer_reach_it(where, tmp_path, monkeypatch):
         cli.run_script(path, arguments)
     unpatch_trl()
     assert (given["exact_truncation"], given["impl"], given["max_scratch_bytes"]) == (True, "chunked", 4096)
+    assert given["args"].use_cpu  # its other options go to TRL's trainer
+    assert given["head"] is FusedLogProbFunction  # old and reference log-probs of a subclass, too
 
 
 @needs_scripts
