@@ -17,6 +17,7 @@ if RELEASE < FUSED_HEAD:
 from trl.trainer import distillation_trainer
 from trl.trainer.distillation_trainer import DistillationConfig, DistillationTrainer
 
+from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl import FusedLogProbFunction, adapters, patch_trl, unpatch_trl, use_fused_head
 from grpo_fused.integrations.trl.divergence import fused_divergence_loss
 
@@ -62,11 +63,27 @@ def test_nothing_active(beta):
     assert not args[0].grad.any()
 
 
-def test_partitioned_heads_are_refused():
+def test_the_scratch_reaches_the_divergence():
     args, _ = arguments(0.5)
-    args[3].ds_status = "NOT_AVAILABLE"
-    with pytest.raises(ValueError, match=r"the teacher's head is partitioned .* call unpatch_trl\(\)"):
+    with pytest.raises(ValueError, match="max_scratch_bytes must be at least 1; got 0"):
+        fused_divergence_loss(*args, max_scratch_bytes=0)
+
+
+@pytest.mark.parametrize(("place", "name"), [(2, "student"), (3, "teacher")])
+def test_partitioned_heads_are_refused(place, name, tmp_path):
+    """By DeepSpeed ZeRO-3, and by FSDP2."""
+    args = list(arguments(0.5)[0])
+    args[place].ds_status = "NOT_AVAILABLE"
+    with pytest.raises(ValueError, match=rf"the {name}'s head is partitioned .* call unpatch_trl\(\)"):
         fused_divergence_loss(*args)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/gloo", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        args[place] = torch.distributed.tensor.distribute_tensor(args[place].detach(), mesh)
+        with pytest.raises(ValueError, match=f"the {name}'s head is partitioned by FSDP2"):
+            fused_divergence_loss(*args)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def run(folder, teacher, out, peft=None):
@@ -148,6 +165,31 @@ def test_lora_on_the_head(tmp_path, monkeypatch):
         assert mine == pytest.approx(theirs, rel=1e-4)
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bias_of_the_adapter():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 70))
+    config = peft.LoraConfig(r=4, target_modules=["0"], lora_bias=True, init_lora_weights=False)
+    (head,) = peft.inject_adapter_in_model(config, model)
+    head.base_layer.requires_grad_(False)
+    (student, teacher, _, other, mask, beta), _ = arguments(0.3)
+    bias = head(torch.zeros(16))
+    weight = (head(torch.eye(16)) - bias).T
+    want = distillation_trainer._chunked_divergence_loss(
+        student, teacher, weight, other, mask, beta, student_lm_head_bias=bias
+    )
+    with holding(adapters.adapted, head):
+        got = fused_divergence_loss(
+            student, teacher, head.weight, other, mask, beta, student_lm_head_bias=head.base_layer.bias
+        )
+    leaves = [student, *(x for x in head.parameters() if x.requires_grad)]
+    assert len(leaves) == 4
+    for x, y in zip(got[:2], want[:2], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    for x, y in zip(torch.autograd.grad(got[0], leaves), torch.autograd.grad(want[0], leaves), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
 
 
 def test_block():
