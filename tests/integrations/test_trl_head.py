@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("trl")
 
+from integrations.tiny import build
 from integrations.trl_runs import build_tokenizer, dataset, reward, save_small_model
 
 from grpo_fused.integrations.trl.release import FUSED_HEAD, RELEASE
@@ -85,6 +87,11 @@ def test_five_results(options, with_bias, dtype):
     theirs = ChunkedLogProbFunction.apply(hidden, weight, bias, *call)
     assert [x.dtype for x in got] == [x.dtype for x in theirs]
     assert [x.shape for x in got] == [x.shape for x in theirs]
+    by_rows = type("ByRows", (FusedLogProbFunction,), {"impl": "chunked", "max_scratch_bytes": 26_000})
+    run = by_rows.call(hidden, weight, targets, False).run
+    assert (run.engine, run.max_scratch_bytes) == ("chunked", 26_000)
+    for part, whole in zip(by_rows.apply(hidden, weight, bias, *call), got, strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-5)
     only = FusedLogProbFunction.apply(hidden, weight, bias, *call, ("log_probs", "is_top1"))
     assert [x is None for x in only] == [False, True, True, True, False]
 
@@ -159,6 +166,15 @@ def test_bf16_autocast_is_closer_to_float64_than_trl():
     assert trl_off > 1e-2
 
 
+def test_statistics_under_autocast_are_of_its_operands():
+    g = torch.Generator().manual_seed(3)
+    hidden, weight, bias = (torch.randn(size, generator=g) for size in ((9, 24), (83, 24), (83,)))
+    z = hidden.bfloat16().double() @ weight.bfloat16().double().T + bias.bfloat16().double()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = FusedLogProbFunction.apply(hidden, weight, bias, torch.arange(9), 1.0, 512)
+    torch.testing.assert_close(got[2].double(), (2 * z.log_softmax(1)).logsumexp(1), rtol=0, atol=1e-4)
+
+
 def test_patch_and_unpatch():
     before = utils._ChunkedLogProbFunction, utils.add_fused_lm_head
     patch_trl()
@@ -228,6 +244,12 @@ def test_models_whose_head_trl_misreads_are_refused(tmp_path):
         check_fused_head_of(bert)
     with use_fused_head(), pytest.raises(RuntimeError, match="softcap"):
         utils.add_fused_lm_head(gemma)
+
+
+def test_rows_of_the_head_that_the_model_cuts_off():
+    model = build("inkling_text", logits_mup_width_multiplier=1.0)
+    with pytest.raises(RuntimeError, match="TRL's fused head takes all 120 rows .* has 101 logits: its log-probs"):
+        check_fused_head_of(model)
 
 
 def test_a_model_that_divides_its_states_where_trl_scales_the_logits():
@@ -333,6 +355,27 @@ def test_adapters_are_those_of_the_head_in_use(tmp_path):
         pytest.raises(ValueError, match="lm_head_weight must be frozen beside lm_head_adapter"),
     ):
         FusedLogProbFunction.apply(torch.randn(3, weight.shape[1]), weight, None, torch.arange(3), 1.0, 16)
+
+
+def test_a_thread_without_a_block_keeps_what_is_trls(tmp_path, monkeypatch):
+    """It shares the modules with a thread that has one."""
+    from transformers import Qwen2ForCausalLM
+    from trl.trainer import distillation_trainer
+
+    model, called = Qwen2ForCausalLM.from_pretrained(save_small_model(tmp_path / "small")), []
+    monkeypatch.setattr(head, "check_trl_reads_the_head", called.append)
+    monkeypatch.setattr(head, "fused_divergence_loss", lambda *args, **_: called.append(args) or (args[0].sum(),))
+    states, weight = torch.randn(1, 3, 4), torch.randn(5, 4)
+
+    def use() -> None:
+        utils.add_fused_lm_head(model)
+        distillation_trainer._chunked_divergence_loss(states, states, weight, weight, torch.ones(1, 3), 0.5)
+
+    with use_fused_head(), ThreadPoolExecutor(1) as pool:
+        pool.submit(use).result()
+        assert not called
+        use()
+        assert len(called) == 2
 
 
 def test_threads_and_nested_blocks_keep_their_own_head():
