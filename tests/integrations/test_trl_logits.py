@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("trl")
 
+from integrations.tiny import build
 from integrations.trl_runs import save_small_model
 from transformers import Qwen2ForCausalLM
 
@@ -50,7 +52,7 @@ def last(z: Any) -> Any:
 @pytest.mark.parametrize("keep", [None, KEEP])
 def test_log_probs_and_entropies(keep, model, dense):
     def use(z: Any) -> Any:
-        scored = last(z).div_(0.5)
+        scored = last(z).div_(0.25).div_(2.0)
         log_p = logits.selective_log_softmax(scored, IDS[:, -KEEP:])
         with torch.no_grad():
             return log_p, logits.entropy_from_logits(scored)
@@ -150,7 +152,10 @@ def test_autocast_of_the_head(model):
 
     def method(trainer: Any, model: Any, on: bool) -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
-            z = model(input_ids=IDS, attention_mask=MASK).logits
+            z = model(input_ids=IDS, attention_mask=torch.ones_like(MASK)).logits
+        states, weight = (x.bfloat16() if on else x for x in (z.hidden_states.view(2, 6, -1), model.lm_head.weight))
+        want = (states.double() @ weight.double().T).mean(-1)
+        torch.testing.assert_close(z.mean(-1)[:, :-1].double(), want[:, :-1], rtol=0, atol=1e-5)
         return logits.selective_log_softmax(z[:, :-1, :], IDS[:, 1:])
 
     seen: list[bool] = []
@@ -248,16 +253,27 @@ def test_entropies_belong_to_their_positions(model, dense):
     torch.testing.assert_close(whole, dense[1].masked_fill(MASK[:, -KEEP:] == 0, 0.0).float(), rtol=1e-5, atol=1e-5)
 
 
-def test_reference_pass_has_no_history(model):
+@pytest.mark.parametrize("head", ["plain", "bias", "lora"])
+def test_reference_pass_has_no_history(head, model):
     """TRL leaves `torch.no_grad` before it makes log-probs of a reference's logits."""
+    if head == "bias":
+        model = build("phi")
+    elif head == "lora":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
 
-    def method(trainer: Any, model: Any) -> Any:
-        with torch.no_grad():
+    def method(trainer: Any, model: Any, graph: bool) -> Any:
+        with torch.set_grad_enabled(graph):
             z = model(input_ids=IDS, attention_mask=MASK).logits
         return logits.selective_log_softmax(z[:, :-1, :], IDS[:, 1:])
 
+    log_p = model(input_ids=IDS, attention_mask=MASK).logits[:, :-1].log_softmax(-1)
+    want = log_p.gather(-1, IDS[:, 1:, None]).squeeze(-1).masked_fill(MASK[:, 1:] == 0, 0.0)
     score = logits.stopping_at_the_head(method, lambda: FusedLogProbFunction)
-    assert not score(SimpleNamespace(), model).requires_grad
+    for graph in (False, True):
+        found = score(SimpleNamespace(), model, graph)
+        assert found.requires_grad == graph
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-4)
 
 
 def test_entropies_of_a_policy_take_no_second_pass(model):
@@ -279,6 +295,19 @@ def test_entropies_of_a_policy_take_no_second_pass(model):
 
 def trainer_of(model: Any, **options: Any) -> Any:
     return SimpleNamespace(model=model, ref_model=None, args=SimpleNamespace(use_liger_kernel=False), **options)
+
+
+def test_a_reference_stops_at_its_head_too(model):
+    """And brings no entropies."""
+
+    def method(trainer: Any, *_: Any) -> Any:
+        return [each(input_ids=IDS).logits for each in (trainer.model, trainer.ref_model)]
+
+    trainer = trainer_of(model)
+    trainer.ref_model = copy.deepcopy(model)
+    head: Any = FusedLogProbFunction
+    found = logits.stopping_the_loss(method, SimpleNamespace, lambda: head)(trainer, model, {})
+    assert [z.with_entropy for z in found] == [True, False]
 
 
 def test_losses_that_stay_trls(model):
