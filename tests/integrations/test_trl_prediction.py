@@ -20,17 +20,20 @@ from grpo_fused.integrations.trl import FusedGRPOTrainer, FusedLogProbFunction
 from grpo_fused.integrations.trl.prediction import Prediction, _median_of_nonzero, _multiple, announced
 from grpo_fused.integrations.trl.release import RELEASE
 
+LAYOUTS = {"compact": (True, 3), "every-position": (False, 3), "prompts-of-one-token": (False, 0)}
+layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
-def problem(compact: bool):
-    """A prompt of 3 positions before each completion; (hidden, weight, targets, prediction, rows of the completions)."""
+
+def problem(compact: bool, before: int = 3):
+    """As many positions before each completion; (hidden, weight, targets, prediction, rows of the completions)."""
     case = make_case(1, dtype=torch.float32)
     ids, mask = case.completion_ids, case.completion_mask
-    prompt = torch.randn(4, 3, 12, generator=torch.Generator().manual_seed(0))
+    prompt = torch.randn(4, before, 12, generator=torch.Generator().manual_seed(0))
     hidden = torch.cat([prompt, case.hidden_states], 1)
-    targets = torch.cat([torch.zeros(4, 3, dtype=torch.int64), torch.where(mask, ids, 0)], 1)
+    targets = torch.cat([torch.zeros(4, before, dtype=torch.int64), torch.where(mask, ids, 0)], 1)
     inputs = LossInputs(case.advantages.float(), mask, case.options["old_per_token_logps"].float())
     prediction = Prediction(GRPOLossConfig(loss_type="grpo"), ids, mask, inputs)
-    grid = torch.cat([torch.zeros(4, 3, dtype=torch.bool), mask], 1)
+    grid = torch.cat([torch.zeros(4, before, dtype=torch.bool), mask], 1)
     if compact:
         return hidden[grid], case.lm_head_weight, targets[grid], prediction, torch.arange(int(grid.sum()))
     return hidden.view(-1, 12), case.lm_head_weight, targets.view(-1), prediction, grid.view(-1).nonzero().squeeze(1)
@@ -46,8 +49,8 @@ def host_loss(logps, prediction, rows, factor=1.0):
     return factor * ((loss * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
 
-def gradients(compact, loss_of, announce=True):
-    hidden, weight, targets, prediction, rows = problem(compact)
+def gradients(layout, loss_of, announce=True):
+    hidden, weight, targets, prediction, rows = problem(*layout)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     with holding(announced, prediction if announce else None):
         logps = FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ("entropy",))[0]
@@ -55,35 +58,38 @@ def gradients(compact, loss_of, announce=True):
     return hidden.grad, weight.grad, prediction.counts
 
 
-@pytest.mark.parametrize("compact", [True, False], ids=["compact", "every-position"])
+@layouts
 @pytest.mark.parametrize("factor", [1.0, 0.25, -3.0])
-def test_a_multiple_of_the_predicted_loss(compact, factor):
+def test_a_multiple_of_the_predicted_loss(layout, factor):
     def loss(logps, prediction, rows):
         return host_loss(logps, prediction, rows, factor)
 
-    got, want = gradients(compact, loss), gradients(compact, loss, announce=False)
+    got, want = gradients(layout, loss), gradients(layout, loss, announce=False)
     assert (got[2].fused, got[2].recomputed) == (1, 0)
     for mine, theirs in zip(got[:2], want[:2], strict=True):
         assert frobenius_error(mine, theirs) < 1e-5
 
 
-@pytest.mark.parametrize("compact", [True, False], ids=["compact", "every-position"])
-def test_another_loss_is_made_again(compact):
+@layouts
+def test_another_loss_is_made_again(layout):
     def loss(logps, prediction, rows):
         return host_loss(logps, prediction, rows) + 1e-4 * logps[rows][5]
 
-    got, want = gradients(compact, loss), gradients(compact, loss, announce=False)
+    got, want = gradients(layout, loss), gradients(layout, loss, announce=False)
     assert (got[2].fused, got[2].recomputed) == (0, 1)
     for mine, theirs in zip(got[:2], want[:2], strict=True):
         assert frobenius_error(mine, theirs) < 1e-5
 
 
 def test_scores_of_anything_else_are_what_they_are():
-    """A second call, other targets, and rows that the prediction does not name."""
+    """A call without a gradient, a second one, other targets, and rows that the prediction does not name."""
     hidden, weight, targets, prediction, _ = problem(False)
     other = torch.randint(0, 29, targets.shape, generator=torch.Generator().manual_seed(4))
     hidden.requires_grad_()
     with holding(announced, prediction):
+        with torch.no_grad():
+            FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ())
+        assert not prediction.used
         wrong_targets = FusedLogProbFunction.apply(hidden, weight, None, other, 1.0, 16, None, 1.0, ())[0]
         FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ())
         second = FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ())[0]
@@ -106,6 +112,19 @@ def test_as_many_tokens_as_sequences_are_scored_without_a_prediction():
     assert (prediction.counts.fused, prediction.counts.recomputed) == (0, 0)
 
 
+def test_nothing_scored():
+    """As where all completions are truncated, and masked for that."""
+    hidden, weight, targets, prediction, _ = problem(False)
+    prediction.completion_mask = torch.zeros_like(prediction.completion_mask)
+    prediction.inputs = prediction.inputs._replace(completion_mask=prediction.completion_mask)
+    hidden.requires_grad_()
+    with holding(announced, prediction):
+        logps = FusedLogProbFunction.apply(hidden, weight, None, targets * 0, 1.0, 16, None, 1.0, ())[0]
+    (logps * 0).sum().backward()
+    assert prediction.used
+    assert not hidden.grad.any()
+
+
 def test_a_target_outside_of_the_completions_is_no_loss_s():
     """All completions are the announced ones, but a score of the prompt is wanted too: it must not come back as 0."""
     hidden, weight, targets, prediction, _ = problem(False)
@@ -125,10 +144,12 @@ def test_tokens_beside_the_loss_have_their_scores():
     prediction.inputs = prediction.inputs._replace(completion_mask=in_loss)
     hidden.requires_grad_()
     with holding(announced, prediction):
-        got = FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ())[0]
+        got, entropies, *_ = FusedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ("entropy",))
     assert prediction.used
-    want = (hidden.detach() @ weight.T).log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    log_p = (hidden.detach() @ weight.T).log_softmax(1)
+    want = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(got.detach(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies.detach(), -(log_p.exp() * log_p).sum(1), rtol=1e-5, atol=1e-5)
 
 
 def test_each_row_is_held_against_its_own_coefficient():
@@ -137,6 +158,8 @@ def test_each_row_is_held_against_its_own_coefficient():
     h, none = torch.full((6,), -0.1), torch.zeros(6)
     assert _multiple(g * 0.5, h * 0.5, rows, g, h, none) == pytest.approx(0.5)
     assert _multiple(g, None, rows, g, torch.empty(0), none) == pytest.approx(1.0)
+    rounded = g.index_fill(0, torch.tensor([4]), 4e-6)  # of 0, by a share of what most have
+    assert _multiple(rounded, None, rows, g, torch.empty(0), none) == pytest.approx(1.0)
     zero = torch.zeros(6)
     assert _multiple(zero, None, rows, zero, torch.empty(0), none) == 0
     assert _multiple(zero, h * 0.5, rows, zero, h, none) == pytest.approx(0.5)  # of equal rewards
