@@ -84,7 +84,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "off-policy-mask": {"off_policy_mask_threshold": 0.001, "num_iterations": 3},
     "fp32-head": {"cast_lm_head_to_fp32": True},
     "checkpointing": {"gradient_checkpointing": True},
-    "delta": {"delta": 1.1, "num_iterations": 2},
+    "delta": {"delta": 1.1, "epsilon": 0.05, "epsilon_high": 0.3, "num_iterations": 2},
     "no-bias-correction": {"use_bias_correction_kl": False, "num_iterations": 2},
     "sync-ref": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     "temperature": {"temperature": 0.7, "num_iterations": 2},
@@ -215,6 +215,26 @@ def test_tool_mask(folder, tmp_path):
         assert got.trainer.loss_counts.recomputed == 0
 
 
+@pytest.mark.skipif("off-policy-mask" not in SETTINGS, reason="this release has no such mask")
+def test_the_off_policy_mask_is_of_what_was_sampled(folder, tmp_path):
+    """A batch has log-probs of a rollout engine where vLLM sampled, and TRL prefers them to the old policy's."""
+
+    def sampled_elsewhere(base: type) -> type:
+        class Trainer(base):
+            def _generate_and_score_completions(self, inputs):
+                batch = super()._generate_and_score_completions(inputs)
+                away = 0.1 * torch.randn(8, 1, generator=torch.Generator().manual_seed(0))
+                batch["sampling_per_token_logps"] = batch["old_per_token_logps"] + away
+                return batch
+
+        return Trainer
+
+    options = {"off_policy_mask_threshold": 0.05, "num_iterations": 2, "max_steps": 2}
+    got = train(sampled_elsewhere(ours.FusedGRPOTrainer), GRPOConfig, folder, tmp_path, **options)
+    assert_same_run(got, train(sampled_elsewhere(GRPOTrainer), GRPOConfig, folder, tmp_path, **options))
+    assert got.trainer.loss_counts.recomputed == 0
+
+
 def test_tied_embeddings(tmp_path):
     folder = save_small_model(tmp_path / "tied", tied=True)
     got, want = both(folder, tmp_path, **run_options("dapo", "token", 0.1, "accumulation"))
@@ -295,11 +315,18 @@ def test_mixture_of_experts(tmp_path):
 
 
 @gmpo
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_gmpo_twin(folder, tmp_path, beta):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.0},
+        {"beta": 0.1, "epsilon": 0.02, "epsilon_high": 0.08, "top_entropy_quantile": 0.6, "learning_rate": 3e-4},
+    ],
+    ids=["plain", "options"],
+)
+def test_gmpo_twin(options, folder, tmp_path):
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-    options = {"beta": beta, "num_iterations": 2, "max_steps": 4}
+    options = {"num_iterations": 2, "max_steps": 4, **options}
     got = train(ours.FusedGMPOTrainer, GMPOConfig, folder, tmp_path, **options)
     want = train(GMPOTrainer, GMPOConfig, folder, tmp_path, **options)
     assert_same_run(got, want)
@@ -368,6 +395,9 @@ def test_default_settings_of_gmpo(folder, tmp_path):
 def test_liger_layers_on_the_cpu_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="use_liger_kernel must be False"):
         train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, use_liger_kernel=True)
+    config = GRPOConfig(str(tmp_path), use_cpu=True, report_to="none", use_liger_kernel=True)
+    with pytest.raises(ValueError, match="use_liger_kernel must be False"):
+        ours.FusedGRPOTrainer(str(folder), print, config)  # by position
 
 
 @fused_head
