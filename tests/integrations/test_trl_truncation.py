@@ -10,7 +10,7 @@ from integrations.trl_runs import build, sampled_from, save_small_model, train
 
 pytest.importorskip("trl")
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
 import grpo_fused.integrations.trl as ours
@@ -223,6 +223,14 @@ def test_the_models_own_config_truncates_nothing_else(min_p, folder):
         assert torch.equal(sets.to_mask(scores.shape[1]), scores > -torch.inf)
 
 
+def test_an_option_of_the_models_own_config_is_refused(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config = GenerationConfig(typical_p=0.9)
+    config = GenerationConfig(max_new_tokens=3, do_sample=True, temperature=1.0, top_p=0.9)
+    with _recording(model, 1.0), pytest.raises(ValueError, match=r"generate also has typical_p=0\.9"):
+        model.generate(torch.arange(8).view(4, 2), generation_config=config)
+
+
 def test_without_truncation_nothing_changes(folder, tmp_path):
     options = {"num_iterations": 2, "max_steps": 2}
     got = train(ours.FusedGRPOTrainer, GRPOConfig, folder, tmp_path, exact_truncation=True, **options)
@@ -253,6 +261,32 @@ def test_what_cannot_be_recorded_is_refused(truncated, options, match, folder, t
     """Also where all tokens can be sampled: training would score another distribution than was sampled."""
     with pytest.raises(ValueError, match=match):
         build(ours.FusedGRPOTrainer, folder, tmp_path, exact_truncation=True, **truncated, **options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"use_vllm": True, "vllm_mode": "server"}, "a vLLM server"),
+        (
+            {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
+            "vllm_tensor_parallel_size above 1",
+        ),
+        ({"tools": [len]}, "tools or environments"),
+        ({"environments": [object()]}, "tools or environments"),
+        ({"environment_factories": [len]}, "tools or environments"),
+        ({"rollout_func": len}, "rollout_func"),
+        ({"processing_class": ProcessorMixin()}, "a vision-language model"),
+    ],
+    ids=["server", "tensor-parallel", "tools", "environments", "factories", "rollout_func", "vision"],
+)
+def test_samplers_that_are_not_recorded_are_refused(changed, named, folder, tmp_path):
+    """As they stand in a trainer that TRL has made; these need vLLM, a chat model or one that sees to be made."""
+    trainer = build(ours.FusedGRPOTrainer, folder, tmp_path)
+    trainer._check_truncation()
+    for name, value in changed.items():
+        setattr(trainer, name, value)
+    with pytest.raises(ValueError, match=f"it cannot be used with {named}$"):
+        trainer._check_truncation()
 
 
 def test_a_text_is_no_flag(folder, tmp_path):
