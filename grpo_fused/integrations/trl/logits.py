@@ -94,7 +94,7 @@ class HeadLogits:
         return self
 
     def detach(self) -> HeadLogits:
-        """Without a history; entropies that are known stay."""
+        """States without a history, and known entropies without theirs; the head keeps its own."""
         entropies = None if self.entropies is None else self.entropies.detach()
         return replace(self, hidden_states=self.hidden_states.detach(), entropies=entropies)
 
