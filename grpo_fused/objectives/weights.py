@@ -60,7 +60,6 @@ def token_weights(
     check.check_tokens(mask, "mask", check.ZERO_OR_ONE, cu_seqlens)
     check.check_one_device(mask=mask, cu_seqlens=cu_seqlens)
     layout = Layout.of(mask, cu_seqlens)
-    check.check_token_values(torch.zeros_like(mask, dtype=torch.int64), mask, 1, None, layout)
     items = check.as_num_items(num_items_in_batch, mask.device)
     inputs = LossInputs(torch.zeros(layout.num_sequences, 1, device=mask.device), mask, num_items_in_batch=items)
     check.check_loss_inputs(inputs, layout, config)
