@@ -247,6 +247,16 @@ def test_reinforce_plus_plus():
     assert alone.tolist() == [[0.0, 0.0]]
 
 
+def test_estimators_are_detached():
+    one, leaf = torch.ones(2, 2), torch.rand(2, 2, requires_grad=True)
+    for got in (
+        estimators.remax(R[:2], leaf[0]),
+        estimators.reinforce_plus_plus(leaf, one),
+        estimators.optimal_token_baseline(leaf, one, 2, leaf, leaf, importance_sampling_ratio=leaf),
+    ):
+        assert not got.requires_grad
+
+
 def test_optimal_token_baseline():
     """Two samples; only the longer one has a last step."""
     rewards = estimators.at_last_token([1.0, 3.0], torch.tensor([[1, 1, 0], [1, 1, 1]]))

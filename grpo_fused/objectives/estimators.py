@@ -121,7 +121,7 @@ def remax(rewards: Rewards, baselines: Tensor, *, weights: Weights = None) -> Te
     check.check_tensor(baselines, "baselines", check.FLOAT, tuple(summed.shape))
     if not baselines.isfinite().all():
         raise ValueError("baselines must be finite; got others")
-    return _judged(summed - baselines.to(summed))
+    return _judged(summed - baselines.detach().to(summed))
 
 
 def best_of_group(rewards: Rewards, num_generations: int, *, scale: bool = True, weights: Weights = None) -> Tensor:
