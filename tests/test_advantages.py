@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,6 +69,18 @@ def test_fewer_than_two_judged_give_no_advantage(scale):
     assert none.advantages.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("reward", [1.0, -1.0])
+def test_equal_judged_rewards_are_equal_beside_an_unjudged_one(reward):
+    assert group_advantages([reward, None, reward], 3).zero_std_groups == 1
+
+
+def test_rewards_may_be_tuples_or_an_array_or_none():
+    rows = [(1.0, 2.0), (3.0, 5.0)]
+    for rewards in (rows, np.array(rows)):
+        assert torch.equal(group_advantages(rewards, 2).advantages, group_advantages([3.0, 8.0], 2).advantages)
+    assert group_advantages([], 2).advantages.shape == estimators.pass_at_k([], 2, 1).shape == (0,)
+
+
 def test_normalize_then_sum():
     rewards = torch.tensor([[1.0, 10.0], [2.0, 30.0], [3.0, 20.0], [0.0, 1.0], [4.0, 1.0], [1.0, 1.0]])
     out = group_advantages(rewards, 3, weights=[1.0, 2.0], aggregation="normalize_then_sum")
@@ -121,6 +134,7 @@ def test_matches_trl_arithmetic(aggregation, missing):
         (ValueError, r"rewards must be \[N\] or \[N, F\]", lambda: group_advantages(torch.zeros(2, 2, 2), 2)),
         (ValueError, r"weights must be \[1\].*got \[1.0, 2.0\]", lambda: group_advantages([1.0, 2.0], 2, weights=[1, 2])),
         (ValueError, "rewards must be finite", lambda: group_advantages([1.0, float("inf")], 2)),
+        (ValueError, "rewards must be finite", lambda: group_advantages([1.0, -math.inf], 2)),
         (ValueError, "scale_rewards must be one of group, batch, none; got 'max'",
          lambda: group_advantages([1.0, 2.0], 2, scale_rewards="max")),
         (ValueError, "aggregation must be one of", lambda: group_advantages([1.0, 2.0], 2, aggregation="mean")),
@@ -129,6 +143,8 @@ def test_matches_trl_arithmetic(aggregation, missing):
         (TypeError, "num_generations must be an int; got 2.0", lambda: group_advantages([1.0, 2.0], 2.0)),
         (ValueError, r"a finite one for each reward function; got \[nan\]",
          lambda: group_advantages([1.0, 2.0], 2, weights=[math.nan])),
+        (ValueError, r"a finite one for each reward function; got \[inf\]",
+         lambda: group_advantages([1.0, 2.0], 2, weights=[math.inf])),
         (TypeError, "rewards must be a tensor or .*'1.0'", lambda: group_advantages(["1.0", 2.0], 2)),
         (TypeError, "rewards must be real numbers; got torch.complex64",
          lambda: group_advantages(torch.zeros(2, dtype=torch.complex64), 2)),
@@ -172,6 +188,10 @@ def test_estimators_sum_reward_functions():
     table = [[r, 1.0] for r in R]
     got = estimators.rloo(table, 3, weights=[2.0, 7.0])
     torch.testing.assert_close(got, 2 * estimators.rloo(R, 3))
+    table = list(zip(R, reversed(R), strict=True))
+    torch.testing.assert_close(
+        estimators.gdpo(table, 3, LENGTHS, weights=[1.0, 0.0]), estimators.gdpo(R, 3, LENGTHS), rtol=1e-6, atol=1e-7
+    )
 
 
 def test_maxrl_of_a_group_that_fails_is_zero():
@@ -245,6 +265,14 @@ def test_reinforce_plus_plus():
     assert (got[~mask.bool()] == 0).all()
     alone = estimators.reinforce_plus_plus(torch.ones(1, 2), torch.tensor([[1, 0]]))
     assert alone.tolist() == [[0.0, 0.0]]
+    without_discount = estimators.reinforce_plus_plus(torch.ones(1, 2), torch.ones(1, 2))  # returns of 2 and 1
+    assert without_discount.tolist() == [pytest.approx([0.5**0.5, -(0.5**0.5)])]
+
+
+def test_whitening_adds_a_hundred_millionth_to_the_variance():
+    """verl's number: 1e-6 would take a third off."""
+    got = estimators.reinforce_plus_plus(torch.tensor([[1e-3, 1e-3]]), torch.ones(1, 2))
+    assert got.tolist() == [pytest.approx([5e-4 / (5e-7 + 1e-8) ** 0.5, -5e-4 / (5e-7 + 1e-8) ** 0.5], rel=1e-5)]
 
 
 def test_estimators_are_detached():
@@ -285,10 +313,25 @@ def test_optimal_token_baseline_of_a_mask_with_a_hole():
     torch.testing.assert_close(got, torch.tensor([[-1.0, 0.0, -1.0], [1.0, 0.0, 1.0]]))
 
 
+def test_only_the_longest_sample_has_a_tail_without_a_baseline():
+    """By default; a token of the other one, behind a hole, keeps its own."""
+    mask, p = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0]]), torch.full((2, 4), 0.5)
+    rewards = estimators.at_last_token([1.0, 3.0], mask)
+    got = estimators.optimal_token_baseline(rewards, mask, 2, p.log(), p)
+    torch.testing.assert_close(got, torch.tensor([[-1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 1.2, 0.0]]))
+
+
+def test_certain_tokens_have_no_baseline():
+    """Their gradients have no length, by which the baseline is divided."""
+    one = torch.ones(2, 2)
+    got = estimators.optimal_token_baseline(one, one, 2, 0.0 * one, one)
+    assert got.tolist() == [[2.0, 1.0]] * 2
+
+
 def test_at_last_token():
-    mask = torch.tensor([[1, 1, 0], [0, 1, 0], [0, 0, 0]])
-    got = estimators.at_last_token([5.0, None, 2.0], mask)
-    assert got.tolist() == [[0.0, 5.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    mask = torch.tensor([[1, 1, 0], [0, 1, 0], [0, 0, 0], [1, 0, 1]])
+    got = estimators.at_last_token([5.0, None, 2.0, 3.0], mask)
+    assert got.tolist() == [[0.0, 5.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 3.0]]
 
 
 @pytest.mark.parametrize(("error", "message", "call"), [
@@ -301,6 +344,7 @@ def test_at_last_token():
     (ValueError, r"baselines must have shape \(6,\); got \(2,\)", lambda: estimators.remax(R, torch.ones(2))),
     (TypeError, "baselines must be a torch.Tensor; got list", lambda: estimators.remax(R, [1.0] * 6)),
     (ValueError, "baselines must be finite", lambda: estimators.remax(R, torch.full((6,), math.nan))),
+    (ValueError, "baselines must be finite", lambda: estimators.remax(R, torch.full((6,), math.inf))),
     (ValueError, "rewards must be 0 or 1 for pass_at_k", lambda: estimators.pass_at_k(R, 3, 2)),
     (ValueError, "k must be at most num_generations=2; got 3", lambda: estimators.pass_at_k([1.0, 0.0], 2, 3)),
     (ValueError, r"gamma must be in \(0, 1\]; got 2",
@@ -309,10 +353,16 @@ def test_at_last_token():
      lambda: estimators.reinforce_plus_plus(torch.ones(2), torch.ones(2))),
     (ValueError, "token_rewards must be finite",
      lambda: estimators.reinforce_plus_plus(torch.full((1, 2), math.nan), torch.ones(1, 2))),
+    (ValueError, "token_rewards must be finite",
+     lambda: estimators.reinforce_plus_plus(torch.full((1, 2), math.inf), torch.ones(1, 2))),
     (ValueError, r"sum_squared_probs must have shape \(2, 2\); got \(2,\)",
      lambda: estimators.optimal_token_baseline(*[torch.ones(2, 2)] * 2, 2, torch.ones(2, 2), torch.ones(2))),
     (ValueError, "old_per_token_logps must be finite on active tokens",
      lambda: estimators.optimal_token_baseline(*[torch.ones(2, 2)] * 2, 2, torch.full((2, 2), math.nan), torch.ones(2, 2))),
+    (ValueError, "sum_squared_probs must be finite on active tokens",
+     lambda: estimators.optimal_token_baseline(*[torch.ones(2, 2)] * 2, 2, torch.ones(2, 2), torch.full((2, 2), math.inf))),
+    (ValueError, "3 rewards cannot be divided into groups of num_generations=2",
+     lambda: estimators.optimal_token_baseline(*[torch.ones(3, 2)] * 2, 2, *[torch.ones(3, 2)] * 2)),
     (ValueError, "lengths must be numbers of tokens, at least 0; got -1",
      lambda: estimators.opo(R, 3, torch.tensor([2, 1, 3, 0, 5, -1]))),
     (ValueError, "k must be at least 1; got 0", lambda: estimators.pass_at_k([1.0, 0.0], 2, 0)),
