@@ -300,11 +300,13 @@ def test_on_policy_without_old_log_probs():
                 torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_dppo_kl_keeps_a_token_that_has_become_certain():
-    """p = 1 in floating point: the divergence from q = 0.9999 is 8e-4 nats, not infinite."""
-    logps, old, one = torch.zeros(1), torch.full((1,), -1e-4), torch.ones(1)
-    inputs = {"advantages": one, "old_per_token_logps": old}
-    assert float(evaluate(objectives.dppo_kl(), logps, inputs, None)[1]) == pytest.approx(-1.0, abs=1e-3)
+@pytest.mark.parametrize("advantage", [1.0, -1.0], ids=["has-become", "was"])
+def test_dppo_kl_keeps_a_token_that_is_certain(advantage):
+    """p = 1 in floating point: the divergence from q = 0.9999 is 8e-4 nats, not infinite; so for q = 1."""
+    certain, near, one = torch.zeros(1), torch.full((1,), -1e-4), torch.ones(1)
+    logps, old = (certain, near) if advantage > 0 else (near, certain)
+    inputs = {"advantages": advantage * one, "old_per_token_logps": old}
+    assert float(evaluate(objectives.dppo_kl(), logps, inputs, None)[1]) == pytest.approx(-advantage, abs=1e-3)
 
 
 def test_gmpo_has_the_mean_of_advantages_that_differ():
@@ -332,6 +334,36 @@ def test_the_factor_of_fipo(drift, advantage, options, factor):
         old, logps, A = (torch.cat([x, x[1:]]) for x in (old, logps, A))
     got = objective(logps, None, cu_seqlens=torch.tensor([0, len(A)]), advantages=A, old_per_token_logps=old)[0]
     assert float(got) == pytest.approx(-factor * advantage * (1.0 if advantage > 0 else 5.0), rel=1e-6)
+
+
+def test_a_ratio_of_delta_counts_in_the_factor_of_fipo():
+    one, old = torch.ones(1, dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64).log()
+    objective = objectives.fipo(delta=2.0, clip_range=None, safety_threshold=2.0)
+    got = objective(0.0 * one, cu_seqlens=torch.tensor([0, 1]), advantages=-one, old_per_token_logps=old)
+    assert got.tolist() == [4.0]
+
+
+@pytest.mark.parametrize("drift", [30.0, -30.0])
+@pytest.mark.parametrize(("objective", "distance"), [
+    (objectives.dro(0.3), lambda x, d: 0.15 * d * d - x),
+    (objectives.kimi(0.3), lambda x, d: 0.15 * d * d - d),
+    (objectives.kimi(0.3, "token"), lambda x, d: 0.15 * d * d - d),
+    (objectives.ipo(1e-9, 0.15), lambda x, d: 0.15 * d * d),
+    (objectives.rollout_truncation(objectives.gpg(), high=1e30), lambda x, d: -math.exp(d) * x),
+], ids=lambda x: getattr(x, "__name__", ""))  # fmt: skip
+def test_a_log_ratio_counts_as_at_most_20_nats(objective, distance, drift):
+    logps, one = torch.full((1,), -1.0, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    inputs = {"advantages": one, "old_per_token_logps": logps - drift, "sampling_per_token_logps": logps - drift}
+    read = {name: x for name, x in inputs.items() if name in objective.reads}
+    got = objective(logps, None, cu_seqlens=torch.tensor([0, 1]), **read)
+    assert float(got) == pytest.approx(distance(-1.0, math.copysign(20.0, drift)), rel=1e-12)
+
+
+def test_the_log_ratios_of_topr_are_summed_as_they_are():
+    drift = torch.tensor([25.0, -30.0], dtype=torch.float64)
+    logps, bad = torch.full_like(drift, -1.0), torch.full_like(drift, -1.0)
+    got = objectives.topr()(logps, cu_seqlens=torch.tensor([0, 2]), advantages=bad, old_per_token_logps=logps - drift)
+    torch.testing.assert_close(got, torch.full_like(drift, -math.exp(-5.0)))
 
 
 def test_a_rejected_log_ratio_counts_as_at_most_20_nats():
@@ -370,6 +402,8 @@ def test_clip_cov_leaves_out_few_candidates():
     assert torch.equal(got[got != 0], whole[got != 0])
     few = evaluate(objectives.clip_cov(1e-5, 0.05, 5.0), logps, inputs, None)[0]
     assert (few == 0).sum() == 1, "at least one"
+    every = evaluate(objectives.clip_cov(1.0, 0.05, 5.0), logps, inputs, None)[0] == 0
+    assert torch.equal(every, (cov > 0.05) & (cov < 5) & ~bound)
     below = evaluate(objectives.clip_cov(1.0, 0.05, 0.1), logps, inputs, None)[0] == 0
     assert below.any()
     assert (cov[below] < 0.1).all()
@@ -387,6 +421,37 @@ def test_kl_cov(share, count):
         want = w * (0.5 * largest * d.abs() - A * d.exp()), w * (0.5 * largest * d.sign() - A * d.exp())
         got = evaluate(objectives.kl_cov(share, 0.5), logps, inputs, None)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("objective", "logp", "other", "advantage"), [
+    (objectives.icepop(1.0, 1.0), -1.0, -1.0, 1.0),
+    (objectives.rollout_truncation(objectives.gpg(), low=1.0, high=1.0), -1.0, -1.0, 1.0),
+    (objectives.rollout_rejection(objectives.gpg(), low=1.0, high=1.0), -1.0, -1.0, 1.0),
+    (objectives.ipo(0.5), 0.0, math.log(0.5), 1.0),
+    (objectives.ref_kl(0.5), math.log(0.5), 0.0, 1.0),
+    (objectives.dppo_tv(0.5), 0.0, math.log(0.5), 1.0),
+    (objectives.dppo_tv(0.5), math.log(0.5), 0.0, -1.0),
+    (objectives.dppo_kl(1e-9), -1.0, -1.0, 1.0),
+], ids=lambda x: getattr(x, "__name__", ""))  # fmt: skip
+def test_a_token_at_a_bound_is_kept(objective, logp, other, advantage):
+    one = torch.ones(1, dtype=torch.float64)
+    inputs = {
+        "advantages": advantage * one,
+        "old_per_token_logps": other * one,
+        "sampling_per_token_logps": other * one,
+        "ref_per_token_logps": -3.0 * one,
+    }
+    leaf = (logp * one).requires_grad_()
+    read = {name: x for name, x in inputs.items() if name in objective.reads}
+    (with_policy,) = torch.autograd.grad(objective(leaf, None, **read), leaf)
+    assert with_policy.abs() > 0.3
+
+
+def test_the_maximum_of_a_sequence_may_be_negative_and_has_no_gradient():
+    x = torch.tensor([-3.0, -1.0, -2.0], requires_grad=True)
+    got = base.Sequences(torch.tensor([0, 2, 2, 3]), 3).reduce(x, "max")
+    assert got.tolist() == [-1.0, -1.0, -2.0]
+    assert not got.requires_grad
 
 
 def test_discounted_future_of_long_sequences():
