@@ -51,6 +51,12 @@ class TestRejection:
         assert got[4].isnan()
         assert got[:3].isfinite().all()
 
+    def test_a_divergence_that_is_rounded_below_zero_is_kept(self):
+        """k3 of 1e-8 in float64 is -6e-17."""
+        logps = torch.tensor([1e-8], dtype=torch.float64)
+        made = objectives.rollout_rejection(objectives.gpg(), "token", "k3", high=1.0)
+        assert made(logps, advantages=torch.ones(1), sampling_per_token_logps=torch.zeros(1)) == -logps
+
     def test_around_a_custom_objective(self):
         """A plain function with a scope gets every input, and offsets if it takes them."""
         seen = {}
@@ -84,6 +90,26 @@ class TestRejection:
         torch.testing.assert_close(evaluate(objective, logps, inputs, cu_seqlens)[0], plain * ratio * kept)
         assert kept.any()
         assert not kept.all()
+
+
+@pytest.mark.parametrize(("low", "high"), [(None, 1.1), (0.8, 1.2)], ids=["cap", "band"])
+def test_truncation_by_the_policy_before_the_update(low, high):
+    made = objectives.rollout_truncation(objectives.gpg(), "sequence_sum", low=low, high=high, policy="old")
+    bounded = 0
+    for seed in SEEDS:
+        logps, inputs, cu_seqlens = case(seed)
+        factors = []
+        for old, mu in zip(
+            *(inputs[f"{x}_per_token_logps"].split(cu_seqlens.diff().tolist()) for x in ("old", "sampling")),
+            strict=True,
+        ):
+            ratio = math.exp((old - mu).sum())
+            factors += len(old) * [min(ratio, high) if low is None else ratio * (low <= ratio <= high)]
+            bounded += ratio > high
+        plain = evaluate(objectives.gpg(), logps, inputs, None)
+        want = tuple(x * torch.tensor(factors, dtype=torch.float64) for x in plain)
+        torch.testing.assert_close(evaluate(made, logps, inputs, cu_seqlens), want, rtol=1e-12, atol=0)
+    assert 0 < bounded < 4 * len(SEEDS)
 
 
 class TestMixture:
@@ -121,6 +147,39 @@ class TestMixture:
     def test_scope_is_the_widest(self):
         parts = {"a": objectives.gpg(), "b": objectives.kl_cov(), "c": objectives.gspo()}
         assert objectives.mixture(**parts).scope == "batch"
+
+    def test_needs_what_its_parts_need(self):
+        needs = objectives.mixture(rl=objectives.ipo(), ce=objectives.cross_entropy()).needs
+        assert needs == {"rl_weights", "ce_weights", "advantages", "sampling_per_token_logps"}
+        assert objectives.mixture(ce=objectives.cross_entropy()).needs == {"ce_weights"}
+
+    def test_a_part_without_alternatives_beside_one_that_reads_them(self):
+        logps, one = torch.tensor([-1.0, -2.0]), torch.ones(2)
+        parts = {"rl": objectives.gpg(), "kd": objectives.topk_forward_kl()}
+        others = {
+            "alternative_logps": torch.tensor([-1.0, -3.0, -4.0]),
+            "alternative_offsets": torch.tensor([0, 1, 3]),
+            "teacher_alternative_logps": torch.full((3,), -2.0),
+        }
+        got = objectives.mixture(**parts)(logps, advantages=logps, rl_weights=one, kd_weights=one, **others)
+        torch.testing.assert_close(got, parts["rl"](logps, advantages=logps) + parts["kd"](logps, **others))
+
+    def test_of_a_custom_function(self):
+        """It gets all inputs of its tokens, and their alternatives, but no weights; weights may be negative."""
+
+        def mine(logps, entropies, *, x, alternative_logps, alternative_offsets):
+            assert alternative_offsets.tolist() == [0, 1, 3]
+            assert alternative_logps.tolist() == [-2.0, -5.0, -6.0]
+            return logps * x + entropies
+
+        mine.scope = "token"
+        logps = torch.tensor([-1.0, -2.0, -3.0])
+        got = objectives.mixture(mine=mine)(
+            logps, 10.0 * logps, x=logps, mine_weights=torch.tensor([2.0, 0.0, -1.0]),
+            alternative_logps=torch.tensor([-2.0, -3.0, -4.0, -4.0, -5.0, -6.0]),
+            alternative_offsets=torch.tensor([0, 1, 4, 6]),
+        )  # fmt: skip
+        assert got.tolist() == [2.0 * (1.0 - 10.0), 0.0, -(9.0 - 30.0)]
 
 
 class TestTokenWeights:
