@@ -274,6 +274,17 @@ def test_an_impossible_alternative_counts_as_the_lowest():
     assert logps.grad.tolist() == pytest.approx([0.0, -0.5])
 
 
+@pytest.mark.parametrize(("direction", "want"), [
+    ("forward", math.log(2)), ("reverse", 0.5 * (math.log(0.5) + 1e4) + 0.5 * math.log(0.5)),
+])  # fmt: skip
+def test_an_alternative_that_the_teacher_finds_impossible(direction, want):
+    got = getattr(objectives, f"topk_{direction}_kl")()(
+        torch.zeros(1), None, alternative_logps=torch.tensor([0.5, 0.5]).log(),
+        alternative_offsets=torch.tensor([0, 2]), teacher_alternative_logps=torch.tensor([-math.inf, 0.0]),
+    )  # fmt: skip
+    assert float(got) == pytest.approx(want, rel=1e-6)
+
+
 def test_a_tail_that_is_rounded_to_nothing_counts_as_a_millionth():
     got = objectives.topk_forward_kl("lumped")(
         torch.zeros(1), None, alternative_logps=torch.zeros(1), alternative_offsets=torch.tensor([0, 1]),
@@ -314,6 +325,40 @@ def test_several_teachers():
     want = a * torch.where(q > 0, q * (q / p).log(), 0.0).sum(1)
     want = want + b * torch.where(second, log_p.exp() * (log_p - log_r), 0.0).sum(1)
     torch.testing.assert_close(got, want)
+    (gradient,) = torch.autograd.grad(got.sum(), z)
+    assert gradient.isfinite().all()
+    assert gradient.any()
+
+
+@pytest.mark.parametrize("sampled", [0.5, 1.0001])
+@pytest.mark.parametrize("name", list(CENTERED))
+def test_a_sampler_whose_top_k_are_everything_has_a_tail_of_a_millionth(name, sampled):
+    """fp32 sums of probabilities are above 1 now and then. NaN of the token's own log-prob is a weight of 1."""
+    logps = torch.tensor([0.5]).log().requires_grad_()
+    got = CENTERED[name]("top_k")(
+        torch.tensor([-1.0]), None, advantages=torch.ones(1), sampling_per_token_logps=torch.tensor([math.nan]),
+        alternative_logps=logps, alternative_offsets=torch.tensor([0, 1]),
+        sampling_alternative_logps=torch.tensor([sampled]).log(),
+    )  # fmt: skip
+    (gradient,) = torch.autograd.grad(got, logps)
+    weight = WEIGHTS[name]
+    tail = max(1.0 - sampled, 1e-6)
+    alpha = tail / 0.5 * weight(torch.tensor(0.5 / tail))
+    coefficient = sampled * weight(torch.tensor(0.5 / sampled)) - 0.5 * alpha
+    assert float(gradient) == pytest.approx(float(coefficient), rel=1e-5)
+    assert float(got.detach()) == pytest.approx(1.0 + float(coefficient) * math.log(0.5), rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: objectives.score_centered_icepop(low=1.0, high=1.0), lambda: objectives.score_centered_ipo(0.0),
+], ids=["icepop", "ipo"])  # fmt: skip
+def test_a_weight_at_its_bound_counts(make):
+    logps = torch.tensor([-1.0, -0.5], requires_grad=True)
+    got = make()(
+        torch.zeros(1), None, advantages=torch.ones(1), sampling_per_token_logps=torch.zeros(1),
+        alternative_logps=logps, alternative_offsets=torch.tensor([0, 2]), sampling_alternative_logps=logps.detach(),
+    )  # fmt: skip
+    torch.testing.assert_close(torch.autograd.grad(got, logps)[0], logps.detach().exp())
 
 
 @pytest.mark.parametrize("make", [*CENTERED.values(), objectives.score_centered_ipo])
@@ -349,6 +394,9 @@ def test_errors():
     with pytest.raises(TypeError, match="needs alternatives; got no alternative_logps"):
         objective(logps, None, **given)
     others = {"alternative_logps": torch.zeros(4), "alternative_offsets": torch.tensor([0, 2, 4])}
+    for name, x in others.items():
+        with pytest.raises(TypeError, match="needs alternatives; got no alternative_logps and alternative_offsets"):
+            objective(logps, None, **given, **{name: x})
     with pytest.raises(ValueError, match=r"sampling_alternative_logps must have shape \(4,\); got \(3,\)"):
         objective(logps, None, **given, **others)
     with pytest.raises(TypeError, match=r"gpg\(\) reads no alternatives"):
