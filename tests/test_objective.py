@@ -118,18 +118,28 @@ def test_hand_computed_tokens(impl):
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
-def test_a_ratio_at_its_bound_has_a_gradient(impl):
+@pytest.mark.parametrize("options", [{}, {"delta": 4.0}, {"dual_clip": 4.0}], ids=["", "delta", "dual_clip"])
+def test_a_ratio_at_its_bound_has_a_gradient(options, impl):
     """1.5 with A > 0 and 0.5 with A < 0 at epsilon = 0.5, as autograd has it in TRL."""
     logps = torch.tensor([[1.5], [0.5]], dtype=torch.float64).log().requires_grad_()
     out = grpo_loss(
         logps,
         torch.tensor([1.0, -1.0]).double(),
         old_per_token_logps=torch.zeros(2, 1).double(),
-        config=make_config("dapo", epsilon=0.5),
+        config=make_config("dapo", epsilon=0.5, **options),
         impl=impl,
     )
     out.loss.backward()
     torch.testing.assert_close(logps.grad, torch.tensor([[-0.75], [0.25]]).double())
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_a_ratio_of_delta_has_a_gradient(impl):
+    logps = torch.tensor([[4.0]], dtype=torch.float64).log().requires_grad_()
+    old, bad = torch.zeros(1, 1).double(), torch.tensor([-1.0]).double()
+    config = make_config("dapo", delta=math.exp(logps.item()))
+    grpo_loss(logps, bad, old_per_token_logps=old, config=config, impl=impl).loss.backward()
+    torch.testing.assert_close(logps.grad, torch.tensor([[4.0]]).double())
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
@@ -183,14 +193,17 @@ def test_vespo_s_advantage_of_zero_is_a_good_one(impl):
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
-def test_vespo_s_ratio_of_a_sequence_has_a_floor(impl):
-    """Two log-ratios of -15 make log w = log 1e-8, and not -30, which a small k shows."""
+@pytest.mark.parametrize(("log_ratios", "log_w"), [
+    ((-15.0, -15.0), math.log(1e-8)), ((-30.0, 15.0), -5.0), ((30.0, -15.0), 5.0),
+], ids=["sequence", "token-low", "token-high"])  # fmt: skip
+def test_vespo_s_log_ratios_are_bounded(log_ratios, log_w, impl):
+    """That of a token at +-20 and that of a sequence at log 1e-8, which a small k shows."""
     logps = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
-    old = torch.full((1, 2), 15.0, dtype=torch.float64)
+    old = -torch.tensor([log_ratios], dtype=torch.float64)
     config = make_config("vespo", vespo_k_pos=0.1, vespo_lambda_pos=2.0)
     grpo_loss(logps, torch.ones(1).double(), old_per_token_logps=old, config=config, impl=impl).loss.backward()
-    phi = math.exp(2.0 + 0.1 * math.log(1e-8) - 2.0 * 1e-8)
-    torch.testing.assert_close(logps.grad, torch.full((1, 2), -phi / 2).double())
+    phi = math.exp(2.0 + 0.1 * log_w - 2.0 * math.exp(log_w))
+    torch.testing.assert_close(logps.grad, torch.full_like(logps, -phi / 2), rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
@@ -266,6 +279,23 @@ def test_quantile_matches_torch():
         grpo_loss(logps, torch.ones(3), mask, entropies=entropies, config=config).loss.backward()
         threshold = torch.quantile(entropies[mask].double(), 1 - share).float()
         assert torch.equal(logps.grad != 0, mask & (entropies >= threshold))
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_the_only_token_has_the_highest_entropy(impl):
+    logps, mask = torch.zeros(1, 3, requires_grad=True), torch.tensor([[False, True, False]])
+    config = GRPOLossConfig(top_entropy_quantile=0.5)
+    grpo_loss(logps, torch.ones(1), mask, entropies=torch.ones(1, 3), config=config, impl=impl).loss.backward()
+    assert torch.equal(logps.grad != 0, mask)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "sapo"])
+def test_a_token_counts_only_if_no_mask_leaves_it_out(loss_type):
+    config = make_config(loss_type, off_policy_mask_threshold=0.05, top_entropy_quantile=0.5)
+    for seed in range(3):
+        case, logps, entropies = scores(seed)
+        case.options["importance_sampling_ratio"] = torch.rand(4, 7, dtype=torch.float64) * 2
+        assert_matches_reference(config, case, logps, entropies)
 
 
 @pytest.mark.full
