@@ -185,11 +185,12 @@ class TestMisbehaviour:
                 r"must return a real tensor \(\d+,\), as logps; got torch.float32 \(\)",
             ),
             (lambda logps, entropies: 1.0, "got float"),
+            (lambda logps, entropies: logps[:, None], r"as logps; got torch.float32 \(\d+, 1\)"),
             (lambda logps, entropies: logps * 1j, r"must return a real tensor .* got torch.complex64 \(\d+,\)"),
             (lambda logps, entropies: logps.detach(), "must depend on logps or entropies; got one without a gradient"),
             (lambda logps, entropies: logps * torch.nan, "value must be a number for every token; got"),
         ],
-        ids=["sum", "number", "complex", "detached", "nan"],
+        ids=["sum", "number", "column", "complex", "detached", "nan"],
     )
     def test_results(self, objective, match, impl):
         with pytest.raises(ValueError, match=match):
@@ -458,6 +459,14 @@ def test_check_objective():
         check_objective(batch_mean, {"advantages": torch.randn(9)}, "sequence")
     with pytest.raises(ValueError, match="scope must be one of token, sequence, batch; got 'sequnce'"):
         check_objective(batch_mean, inputs, "sequnce")
+
+
+def test_check_objective_of_two_tokens_and_of_another_seed():
+    seen = []
+    for seed in (0, 1, 1):
+        check_objective(lambda logps, _, **__: seen.append(logps.tolist()) or logps, {"x": torch.ones(2)}, seed=seed)
+    first, second, third = (seen[k : k + 3] for k in (0, 3, 6))  # the call on both and on each
+    assert first != second == third
 
 
 def test_two_runs_are_bitwise_equal():
