@@ -289,6 +289,17 @@ def test_the_only_token_has_the_highest_entropy(impl):
     assert torch.equal(logps.grad != 0, mask)
 
 
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("count", [0, 2])
+def test_entropies_of_zero_are_averaged_over_active_tokens(count, impl):
+    logps, mask = torch.zeros(1, 5), (torch.arange(5) < count).unsqueeze(0)
+    entropies = torch.zeros(1, 5, requires_grad=True)
+    config = GRPOLossConfig(top_entropy_quantile=0.5, entropy_coef=0.3)
+    out = grpo_loss(logps, torch.zeros(1), mask, entropies=entropies, config=config, impl=impl)
+    (gradient,) = torch.autograd.grad(out.loss, entropies)
+    torch.testing.assert_close(gradient, -0.3 / max(count, 1) * mask)
+
+
 @pytest.mark.parametrize("loss_type", ["dapo", "sapo"])
 def test_a_token_counts_only_if_no_mask_leaves_it_out(loss_type):
     config = make_config(loss_type, off_policy_mask_threshold=0.05, top_entropy_quantile=0.5)
