@@ -193,6 +193,16 @@ def test_vespo_s_advantage_of_zero_is_a_good_one(impl):
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_vespo_s_phi_is_zero_where_it_overflows(impl):
+    """e^100 in fp32, as in TRL."""
+    logps, old = torch.zeros(1, 1, requires_grad=True), torch.full((1, 1), -5.0)
+    config = make_config("vespo", vespo_k_pos=20.0, vespo_lambda_pos=1e-4)
+    out = grpo_loss(logps, torch.ones(1), old_per_token_logps=old, config=config, impl=impl)
+    assert out.loss == 0
+    assert torch.autograd.grad(out.loss, logps)[0] == 0
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize(("log_ratios", "log_w"), [
     ((-15.0, -15.0), math.log(1e-8)), ((-30.0, 15.0), -5.0), ((30.0, -15.0), 5.0),
 ], ids=["sequence", "token-low", "token-high"])  # fmt: skip
