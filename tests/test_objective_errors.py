@@ -65,6 +65,7 @@ X = torch.zeros(3)
         (TypeError, "threshold must be a number; got '0.1'", lambda: objectives.dppo_tv("0.1")),
         (ValueError, "kl_coef must be at least 0; got -1", lambda: objectives.ipo(kl_coef=-1.0)),
         (ValueError, "low must be at most high; got low=2.0 and high=1.0", lambda: objectives.icepop(2.0, 1.0)),
+        (ValueError, "low must be > 0; got 0", lambda: objectives.icepop(0.0)),
         (ValueError, "low must be at most high; got low=2.0 and high=1.0", lambda: objectives.clip_cov(low=2.0, high=1.0)),
         (ValueError, "temperature_pos must be > 0; got 0", lambda: objectives.sapo(0.0)),
         (ValueError, r"share must be in \(0, 1\]; got 2", lambda: objectives.kl_cov(2.0)),
