@@ -278,6 +278,25 @@ def test_bias_corrected_kl_is_accurate_in_fp32(level, q):
     torch.testing.assert_close(logps.grad, torch.full((1, 1), -q * math.exp(-0.1)), rtol=1e-5, atol=0)
 
 
+def test_log_ratios_of_a_sequence_are_summed_with_the_accuracy_of_fp32():
+    """9000 + 4e-4 - 9000, of which an fp32 sum has nothing left."""
+    logps = torch.tensor([[-1.0, -1.0, -9001.0]])
+    old = torch.tensor([[-9001.0, -1.0004, -1.0]])
+    config = GRPOLossConfig(importance_sampling_level="sequence")
+    out = grpo_loss(logps, torch.ones(1), old_per_token_logps=old, config=config)
+    assert float(out.loss) == pytest.approx(-math.exp(4e-4 / 3), abs=3e-7)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("options", [{"loss_type": "luspo", "importance_sampling_level": "sequence_token"},
+                                     {"loss_type": "dr_grpo", "max_completion_length": 4}], ids=["luspo", "dr_grpo"])  # fmt: skip
+def test_no_sequences(options, impl):
+    logps = torch.zeros(0, 3, requires_grad=True)
+    out = grpo_loss(logps, torch.zeros(0), config=GRPOLossConfig(**options), impl=impl)
+    assert out.loss == 0
+    assert torch.autograd.grad(out.loss, logps)[0].shape == (0, 3)
+
+
 def test_quantile_matches_torch():
     for seed in range(20):
         g = torch.Generator().manual_seed(seed)
