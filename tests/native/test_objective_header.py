@@ -147,7 +147,9 @@ def test_an_impossible_token_has_a_loss_but_no_coefficient(token_objective):
 def test_bounds_count_as_not_clipped(token_objective):
     """Exactly at a clip bound both sides are right; torch and the header must take the same one."""
     config = make_config("dapo", epsilon=0.5, epsilon_high=0.5, delta=2.0)
-    logp = torch.tensor([0.5, 1.5, 2.0]).log().repeat(2).double()
+    bounds = torch.tensor([0.5, 1.5, 2.0], dtype=torch.float64)
+    logp = bounds.log().repeat(2)
+    assert torch.equal(logp.exp(), bounds.repeat(2))
     batch = TokenBatch.build(
         LossInputs(advantages=torch.tensor([1.0, -1.0]), old_per_token_logps=torch.zeros(2, 3)),
         Layout(torch.Size((2, 3)), 2, None), config, torch.float64,
