@@ -326,6 +326,24 @@ def test_large_sets_are_worked_by_the_whole_head(where, monkeypatch):
     torch.testing.assert_close(got.entropies, want.entropies, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
+@pytest.mark.parametrize("size", [3, 20], ids=["small", "large"])
+@pytest.mark.parametrize("impl", ["native", "chunked", "reference"])
+def test_sets_of_masked_tokens_may_hold_anything(impl, size, compact):
+    """Ids beyond the vocabulary of 80; `native` works sets of more than V / 8 tokens by the whole head."""
+    kept = torch.stack([torch.randperm(80)[:size] for _ in range(9)])
+    mask, hidden, weight = torch.arange(9) % 4 != 3, torch.randn(9, 16), torch.randn(80, 16)
+    found = []
+    for beyond in (0, 500):
+        ids = torch.where(mask.unsqueeze(1), kept, kept + beyond)
+        inputs = [x.clone().requires_grad_() for x in (hidden, weight)]
+        sets = CandidateSets(ids.flatten(), torch.arange(0, 9 * size + 1, size))
+        out = fused_linear_logprobs(*inputs, kept[:, 0], mask, candidates=sets, impl=impl, compact=compact)
+        found.append((out.logps, *torch.autograd.grad(out.logps.sum(), inputs)))
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("scratch", [None, 1], ids=["kept", "computed again"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
