@@ -41,9 +41,11 @@ def divergence(logits, *arguments):
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("mean", [0.0, -150.0])
 @pytest.mark.parametrize("columns", [1, 3, 17, 4096, V])
-def test_statistics_are_those_of_float64(columns):
+def test_statistics_are_those_of_float64(columns, mean):
     z, _, targets = logits(columns=columns)
+    z += mean
     maximum, log_sum, logp, entropy = statistics(z, targets)
     log_p = z.double().log_softmax(-1)
     torch.testing.assert_close((maximum.double() + log_sum), z.double().logsumexp(-1), rtol=1e-6, atol=1e-6)
@@ -87,6 +89,8 @@ def test_impossible_entries_count_zero(forward):
     value = divergence(z, w, *tables, targets, forward, ones, None)
     torch.testing.assert_close(value.double(), each.detach(), rtol=1e-5, atol=1e-6)
     p = log_p.detach().exp()
+    entropy = -torch.where(p > 0, p * log_p.detach(), 0.0).sum(-1)
+    torch.testing.assert_close(tables[0][3].double(), entropy, rtol=1e-5, atol=1e-6)
     ratio = torch.where(p > 0, log_p.detach() - log_q, 0.0)
     want = p - log_q.exp() if forward else p * (ratio - (p * ratio).sum(-1, keepdim=True))
     torch.testing.assert_close(w.double(), want, rtol=1e-4, atol=1e-6)
@@ -130,6 +134,7 @@ def test_a_row_is_bitwise_the_same_in_any_batch():
         ({0: torch.zeros(7, 0), 1: torch.zeros(7, 0)}, "at least one column"),
         ({1: torch.zeros(7, V - 1)}, rf"other must be \[7, {V}\]; got \[7, {V - 1}\]"),
         ({1: torch.zeros(V).expand(7, V)}, "rows of other must not overlap"),
+        ({1: torch.zeros(8 * V).as_strided((7, V), (V - 1, 1))}, "rows of other must not overlap"),
         ({2: torch.zeros(3, 7)}, r"statistics must be \[4, 7\]"),
         ({4: torch.full((7,), V)}, rf"targets must be in \[0, {V}\); got {V} at 0"),
         ({4: torch.full((7,), -1)}, "got -1 at 0"),
