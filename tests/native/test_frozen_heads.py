@@ -201,6 +201,7 @@ def test_quantized_heads(groups):
     problem = Problem(torch.bfloat16, width=64)
     values = torch.randint(-127, 128, (V, 64), generator=g, dtype=torch.int8)
     scale = 0.005 * (0.5 + torch.rand(V, groups or 1, generator=g))
+    values[1:20], scale[1:20] = 0, 100.0  # far above those of sampled rows
     problem.weight = QuantizedWeight(values, scale if groups else scale.squeeze(1))
     got, scored = problem.dhidden()
     problem.weight = problem.weight.dequantize(torch.float64 if groups == 0 else torch.bfloat16)
