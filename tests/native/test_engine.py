@@ -208,6 +208,17 @@ def test_banned_tokens_and_masked_garbage():
         assert frobenius_error(gradient, want.gradients()[name]) <= 2e-5, name
 
 
+@on_each_isa
+@pytest.mark.parametrize("bias", [-torch.inf, torch.finfo(torch.float32).min], ids=["-inf", "lowest"])
+def test_blocks_of_the_vocabulary_without_a_possible_token(bias):
+    case = make_case(9, B=3, T=30, H=16, V=1500, dtype=torch.float32, extras=False)
+    case.options["lm_head_bias"] = torch.where(torch.arange(1500) < 200, 0.0, bias)
+    case.completion_ids.clamp_(max=199)
+    config = make_config("dapo", entropy_coef=0.01)
+    want = case.to(torch.float64).run(config, impl="reference")
+    assert_same(case.run(config, impl="native"), want, tol=2e-5)
+
+
 @pytest.mark.parametrize("offset", [-150.0, 150.0])
 def test_all_logits_far_from_0(offset):
     """Exponentials are taken against a maximum: one that starts at 0, or a padding lane's own, leaves their range."""
@@ -228,6 +239,16 @@ def test_nan_in_a_row_of_the_head_propagates():
     assert got.out.per_token_logps[case.completion_mask].isnan().all()
     assert got.out.loss.isnan()
     assert got.dweight.isnan().any()
+
+
+@on_each_isa
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF], ids=hex)
+def test_nan_of_any_bits_stays_nan_in_bf16(bits):
+    """Rounded like a number it would become 0."""
+    hidden, weight = torch.randn(1, 5, 32), torch.randn(100, 32)
+    weight[50, 7] = torch.frombuffer(bytearray(bits.to_bytes(4, "little")), dtype=torch.float32)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fused_linear_logprobs(hidden, weight, torch.arange(5)[None], impl="native").logps.isnan().all()
 
 
 @pytest.mark.parametrize("vocab", [2049, 2060, 4100])
