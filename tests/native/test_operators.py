@@ -68,6 +68,10 @@ def entries(tokens, ids, values=None):
         ({"hidden": torch.randn(N, H + 1)}, rf"weight must be \[{V}, {H + 1}\]; got \[{V}, {H}\]"),
         ({"hidden": torch.randn(H, N).T}, "rows of hidden must be contiguous"),
         ({"weight": torch.zeros(V, H, dtype=torch.int8)}, "a quantised weight must have a multiple of 32 columns; got 40"),
+        (
+            {"hidden": torch.randn(N, 48), "weight": torch.zeros(V, 48, dtype=torch.int8), **NOTHING_KEPT},
+            "a multiple of 32 columns; got 48",
+        ),
         ({**WIDE, "weight": torch.zeros(V, 32, dtype=torch.int8), "kept": torch.empty(V, 32)}, "weight is frozen"),
         ({**WIDE, "weight": torch.ones(V, 32), "group_scale": torch.ones(V, 1), "kept": torch.empty(V, 32)}, "is frozen"),
         ({**WIDE, "weight": torch.zeros(V, 32, dtype=torch.uint8)}, "bytes of a weight need codes"),
