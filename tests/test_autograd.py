@@ -278,6 +278,16 @@ def test_autocast_with_fp32_master_weights(dtype, scratch):
         assert frobenius_error(gradient, want.gradients()[name]) < torch.finfo(dtype).eps, name
 
 
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_autocast_leaves_float64(impl):
+    case = make_case(0)
+    want = case.run(CONFIG, impl=impl)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = case.run(CONFIG, impl=impl)
+    assert torch.equal(got.out.loss, want.out.loss)
+    assert torch.equal(got.dweight, want.dweight)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(reentrant):
     case = make_case(11)
