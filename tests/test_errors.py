@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -284,3 +286,13 @@ def test_one_value_a_sequence_is_never_ambiguous():
         cu_seqlens=torch.tensor([0, 2, 2, 3]), advantages=torch.ones(3, 1),
     )  # fmt: skip
     assert out.loss.isfinite()
+
+
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+def test_the_smallest_scratch_is_what_the_error_says(impl):
+    with pytest.raises(ValueError, match="too small") as refused:
+        loss(max_scratch_bytes=1, impl=impl)
+    least = int(re.search(r"takes (\d+) bytes", str(refused.value))[1])
+    loss(max_scratch_bytes=least, impl=impl)
+    with pytest.raises(ValueError, match="too small"):
+        loss(max_scratch_bytes=least - 1, impl=impl)
