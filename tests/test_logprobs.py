@@ -343,3 +343,15 @@ def test_entropy_of_a_token_whose_target_is_impossible(impl, compact):
     ):
         assert want.ne(0).any()
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
+@pytest.mark.parametrize("impl", ["chunked", "native", "reference"])
+def test_temperatures_of_masked_tokens_may_be_anything(impl, compact):
+    mask = torch.arange(5) != 3
+    weight = torch.randn(100, 32, requires_grad=True)
+    fused_linear_logprobs(
+        torch.randn(5, 32), weight, torch.zeros(5, dtype=torch.int64), mask, impl=impl, compact=compact,
+        temperature=torch.where(mask, 1.0, torch.nan),
+    ).logps.sum().backward()  # fmt: skip
+    assert weight.grad.isfinite().all()
