@@ -154,6 +154,7 @@ def test_top_k_approaches_the_full_form(name):
             top = expected_update(
                 CENTERED[name]("top_k"), z.log_softmax(0), log_q, log_q.topk(K).indices, advantages, z
             )
+            assert top.isfinite().all()
             worst = max(worst, float((top - full).norm() / full.norm()))
         errors.append(worst)
     assert errors[0] > errors[2] > errors[3]
