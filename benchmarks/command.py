@@ -6,7 +6,7 @@ import argparse
 import inspect
 from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 
 def call(function: Callable[..., Any], argv: Sequence[str] | None = None) -> Any:
@@ -18,9 +18,8 @@ def parser_of(function: Callable[..., Any]) -> argparse.ArgumentParser:
     """Parameters with a default are options, the others are positional; `Annotated` has the help of one."""
     about = inspect.getmodule(function).__doc__
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    hints = get_type_hints(function, include_extras=True)
-    for name, parameter in inspect.signature(function).parameters.items():
-        hint, words = hints[name], ""
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        hint, words = parameter.annotation, ""
         if get_origin(hint) is Annotated:
             hint, words = get_args(hint)
         how = {"help": words, **_reading(hint)}

@@ -14,6 +14,7 @@ import importlib
 import inspect
 import os
 import signal
+import sysconfig
 import threading
 import time
 import traceback
@@ -23,6 +24,9 @@ from typing import Any
 Rewards = Sequence[float | None] | Awaitable[Sequence[float | None]]
 RewardFunction = Callable[..., Rewards]
 Batch = Mapping[str, Any]
+
+LIBRARIES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
+"""An error has the line of its user's code that called into these."""
 
 GIVEN = ("prompts", "completions", "completion_ids")  # every function gets these; the rest of a batch are columns
 
@@ -96,8 +100,9 @@ def raised(error: BaseException) -> str:
     text = f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
     frames = traceback.extract_tb(error.__traceback__)
     imports = ("<frozen", importlib.__file__, frames[0].filename)  # that of the caller
-    places = [f" ({frame.filename}:{frame.lineno})" for frame in frames if not frame.filename.startswith(imports)]
-    return text + (places[-1] if places else "")
+    places = [frame for frame in frames if not frame.filename.startswith(imports)]
+    places = [frame for frame in places if not frame.filename.startswith(LIBRARIES)] or places
+    return text + (f" ({places[-1].filename}:{places[-1].lineno})" if places else "")
 
 
 def _failure(name: str, error: BaseException, timeout: float | None) -> RewardError:

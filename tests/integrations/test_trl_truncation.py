@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.trl_runs import build, sampled_from, save_small_model, train
 
 pytest.importorskip("trl")
+
+from integrations.trl_runs import build, sampled_from, save_small_model, train
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, GenerationConfig, ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer

@@ -465,7 +465,9 @@ def test_functions_are_found_by_path(tmp_path: Path) -> None:
     for text, message in (
         ("value = 3", "rewards must be .*x.py:value', which has no function 'value'"),
         ("other = 3", "which has no function 'value'"),
-        ("import os\nos.environ['NO_KEY']", "which raised KeyError: 'NO_KEY' .*x.py:2"),
+        ("import os\nos.environ['NO_KEY']", r"which raised KeyError: 'NO_KEY' \(.*x.py:2\)$"),
+        ("import json\n\njson.loads('no')", r"which raised JSONDecodeError: .* \(.*x.py:3\)$"),
+        ("import torch\ntorch.nn.Linear(1, 1)(3)", r"which raised TypeError: .* \(.*x.py:2\)$"),
         ("def value() return 3", r"which raised SyntaxError: .* \(x.py, line 1\)$"),
         ("\n\nraise RuntimeError", rf"which raised RuntimeError \({file}:3\)$"),
     ):
