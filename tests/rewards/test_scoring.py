@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from fractions import Fraction
 from typing import Any
 
@@ -89,6 +90,16 @@ def test_a_function_that_raises_is_named_and_its_error_kept(error: Exception, te
         score(broken)
     assert caught.value.__cause__ is error
     assert isinstance(caught.value, RuntimeError)
+
+
+def test_an_error_in_a_library_has_the_line_that_called_it() -> None:
+    def parses(**_: Any) -> list[float]:
+        return [json.loads("no")]
+
+    with pytest.raises(RewardError, match=rf"raised JSONDecodeError: .* \({__file__}:\d+\)$"):
+        score(parses)
+    with pytest.raises(RewardError, match=r"raised TypeError: .* \(.*json.__init__.py:\d+\)$"):
+        score(functools.partial(json.loads, "no"))
 
 
 def test_a_keyboard_interrupt_propagates() -> None:
