@@ -304,19 +304,20 @@ def test_an_impossible_alternative(impl):
             assert frobenius_error(got[1][name], want[1][name]) <= 10 * tol, name
 
 
-def test_an_impossible_alternative_of_frozen_tensors():
-    """Without a gradient too, an objective sees a finite log-prob."""
-    hidden, weight, bias = torch.randn(3, 5), torch.randn(9, 5), torch.zeros(9)
+@pytest.mark.parametrize("scope", ["token", "batch"])
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_an_objective_sees_a_finite_log_prob_of_an_impossible_alternative(trained, scope):
+    hidden, weight, bias = torch.randn(3, 5, requires_grad=trained), torch.randn(9, 5), torch.zeros(9)
     bias[4] = -math.inf
     seen = []
 
-    def objective(logps, entropies, *, alternative_logps, alternative_offsets):
+    def objective(logps, entropies, *, alternative_logps, **offsets):
         seen.append(alternative_logps)
         return logps
 
     fused_linear_objective(
-        hidden, weight, torch.tensor([1, 2, 3]), objective, lm_head_bias=bias,
-        alternatives=CandidateSets(torch.tensor([4, 5]), torch.tensor([0, 1, 2, 2])),
+        hidden, weight, torch.tensor([1, 2, 3]), objective, lm_head_bias=bias, cu_seqlens=torch.tensor([0, 3]),
+        scope=scope, alternatives=CandidateSets(torch.tensor([4, 5]), torch.tensor([0, 1, 2, 2])),
     )  # fmt: skip
     assert seen[0].tolist()[0] == -1e4
     assert seen[0].isfinite().all()

@@ -187,10 +187,11 @@ class TestMisbehaviour:
             (lambda logps, entropies: 1.0, "got float"),
             (lambda logps, entropies: logps[:, None], r"as logps; got torch.float32 \(\d+, 1\)"),
             (lambda logps, entropies: logps * 1j, r"must return a real tensor .* got torch.complex64 \(\d+,\)"),
+            (lambda logps, entropies: logps.long(), r"must return a real tensor .* got torch.int64 \(\d+,\)"),
             (lambda logps, entropies: logps.detach(), "must depend on logps or entropies; got one without a gradient"),
             (lambda logps, entropies: logps * torch.nan, "value must be a number for every token; got"),
         ],
-        ids=["sum", "number", "column", "complex", "detached", "nan"],
+        ids=["sum", "number", "column", "complex", "integer", "detached", "nan"],
     )
     def test_results(self, objective, match, impl):
         with pytest.raises(ValueError, match=match):
@@ -207,6 +208,13 @@ class TestMisbehaviour:
             self.call(lambda logps, entropies: logps.mul_(2), "reference")
         with torch.no_grad(), pytest.raises(ValueError, match="must not change logps or entropies in place"):
             self.call(lambda logps, entropies: entropies.mul_(2), with_entropy=True)
+        others = CandidateSets(torch.arange(28), torch.arange(29))
+        with torch.no_grad(), pytest.raises(ValueError, match="must not change logps or entropies in place"):
+            self.call(
+                lambda logps, _, alternative_logps, **offsets: logps + 0 * alternative_logps.mul_(2).sum(),
+                with_entropy=True,
+                alternatives=others,
+            )
 
     @pytest.mark.parametrize("impl", ["chunked", "native"])
     @pytest.mark.parametrize("scope", ["token", "batch"])
@@ -467,6 +475,49 @@ def test_check_objective_of_two_tokens_and_of_another_seed():
         check_objective(lambda logps, _, **__: seen.append(logps.tolist()) or logps, {"x": torch.ones(2)}, seed=seed)
     first, second, third = (seen[k : k + 3] for k in (0, 3, 6))  # the call on both and on each
     assert first != second == third
+
+
+@pytest.mark.parametrize(("given", "count"), [({}, 64), ({"num_tokens": 16}, 16), ({"num_tokens": 17}, 24)])
+def test_check_objective_calls_with_possible_numbers(given, count):
+    """Of as many tokens as asked for, in eight sequences of one length."""
+    seen = []
+
+    def objective(logps, entropies, *, alternative_logps, alternative_offsets):
+        seen.append((logps.detach(), entropies.detach(), alternative_logps.detach()))
+        return logps + entropies
+
+    check_objective(objective, with_entropy=True, alternative_inputs={}, **given)
+    logps, entropies, alternative_logps = seen[0]
+    assert (len(logps), len(entropies), len(alternative_logps)) == (count, count, 2 * count)
+    assert logps.max() < 0 < entropies.min()
+    assert alternative_logps.max() < 0
+
+
+@pytest.mark.parametrize("size", [1e12, 0.0], ids=["large", "cancels"])
+def test_check_objective_allows_for_rounding(size):
+    """Of sums of large values, and of those that cancel."""
+    weights = torch.tensor([1.0, -1.0]).double().repeat(32)
+
+    def objective(logps, entropies, *, weights):
+        return size * logps.sin() + weights * (logps - logps.detach() + 0.1)
+
+    for seed in range(5):
+        check_objective(objective, {"weights": weights}, seed=seed)
+
+
+@pytest.mark.parametrize("scope", ["token", "batch"])
+def test_large_losses_that_cancel_leave_the_others(scope):
+    """The sum over tokens is in fp64."""
+    weights = torch.tensor([[2.0**26, 1.0, -(2.0**26), 1.0, 1.0]])
+    hidden, weight, ids = torch.randn(1, 5, 4, requires_grad=True), torch.randn(9, 4), torch.zeros(1, 5).long()
+
+    def objective(logps, entropies, *, weights, **offsets):
+        return weights * (1 + logps - logps.detach())
+
+    out = fused_linear_objective(
+        hidden, weight, ids, objective, inputs={"weights": weights}, scope=scope, impl="chunked"
+    )
+    assert out.loss == 3
 
 
 def test_two_runs_are_bitwise_equal():
