@@ -131,6 +131,7 @@ def test_a_ratio_at_its_bound_has_a_gradient(options, impl):
     )
     out.loss.backward()
     torch.testing.assert_close(logps.grad, torch.tensor([[-0.75], [0.25]]).double())
+    assert out.metrics["clip_ratio/region_mean"] == 0
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
@@ -140,6 +141,26 @@ def test_a_ratio_of_delta_has_a_gradient(impl):
     config = make_config("dapo", delta=math.exp(logps.item()))
     grpo_loss(logps, bad, old_per_token_logps=old, config=config, impl=impl).loss.backward()
     torch.testing.assert_close(logps.grad, torch.tensor([[4.0]]).double())
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_a_log_ratio_at_the_bounds_of_gmpo_has_a_gradient(impl):
+    logps = torch.tensor([[0.25], [-0.25]], dtype=torch.float64, requires_grad=True)
+    old, advantages = torch.zeros(2, 1).double(), torch.tensor([1.0, -1.0]).double()
+    out = grpo_loss(logps, advantages, old_per_token_logps=old, config=make_config("gmpo", epsilon=0.25), impl=impl)
+    out.loss.backward()
+    want = torch.tensor([[-math.exp(0.25)], [math.exp(-0.25)]]).double() / 2
+    torch.testing.assert_close(logps.grad, want)
+    assert out.metrics["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_cispo_clips_ratios_above_its_bound_of_good_tokens(impl):
+    logps = torch.tensor([[2.0, 1.5]] * 3, dtype=torch.float64).log()
+    advantages = torch.tensor([1.0, 0.0, -1.0]).double()
+    config = make_config("cispo", epsilon_high=1.5)
+    out = grpo_loss(logps, advantages, old_per_token_logps=torch.zeros(3, 2).double(), config=config, impl=impl)
+    assert float(out.metrics["cispo_clip_ratio"]) == pytest.approx(1 / 6)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
@@ -217,6 +238,18 @@ def test_vespo_s_log_ratios_are_bounded(log_ratios, log_w, impl):
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_vespo_s_ratio_of_the_sampler_is_bounded(impl):
+    """e^28 counts as e^20, before the ratio e^-15 of the policy."""
+    logps = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    given = {"old_per_token_logps": torch.tensor([[15.0]]).double()}
+    given["importance_sampling_ratio"] = torch.tensor([[28.0]]).double().exp()
+    config = make_config("vespo", vespo_k_pos=0.1, vespo_lambda_pos=2.0)
+    grpo_loss(logps, torch.ones(1).double(), config=config, impl=impl, **given).loss.backward()
+    phi = math.exp(2.0 + 0.1 * 5.0 - 2.0 * math.exp(5.0))
+    torch.testing.assert_close(logps.grad, torch.full_like(logps, -phi), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
 def test_derivative_beyond_the_bounds_of_the_log_ratio(level, impl):
     """The ratio is a constant beyond +-20, except for a token's own derivative factor."""
@@ -229,6 +262,30 @@ def test_derivative_beyond_the_bounds_of_the_log_ratio(level, impl):
     torch.testing.assert_close(
         logps.grad, want if level == "sequence_token" else torch.zeros_like(want), atol=0, rtol=1e-12
     )
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize(("loss_type", "level"), [("dapo", "token"), ("dapo", "sequence"), ("gmpo", "token")])
+@pytest.mark.parametrize(("log_ratio", "slope"), [(20.0, math.exp(20.0)), (20.5, 0.0)])
+def test_derivative_at_the_bound_of_the_log_ratio(log_ratio, slope, loss_type, level, impl):
+    """The ratio of a bad answer is one number only beyond 20."""
+    logps = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    old, bad = torch.full_like(logps, -log_ratio), torch.tensor([-1.0]).double()
+    config = make_config(loss_type, importance_sampling_level=level)
+    out = grpo_loss(logps, bad, old_per_token_logps=old.detach(), config=config, impl=impl)
+    (got,) = torch.autograd.grad(out.loss, logps)
+    assert out.loss.item() == pytest.approx(math.exp(20.0), rel=1e-12)
+    torch.testing.assert_close(got, torch.full_like(got, slope), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize(("threshold", "kept"), [(0.25, 1.0), (0.2, 0.0)])
+def test_a_drift_equal_to_the_threshold_keeps_a_sequence(threshold, kept, impl):
+    logps = torch.full((1, 2), -1.0, dtype=torch.float64, requires_grad=True)
+    sampling, bad = torch.tensor([[-0.5, -1.0]]).double(), torch.tensor([-1.0]).double()
+    config = make_config("dapo", off_policy_mask_threshold=threshold)
+    grpo_loss(logps, bad, sampling_per_token_logps=sampling, config=config, impl=impl).loss.backward()
+    torch.testing.assert_close(logps.grad, torch.full_like(logps, 0.5 * kept))
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
@@ -267,15 +324,34 @@ def test_gradcheck(config):
     )
 
 
-@pytest.mark.parametrize("q", [0.01, 5.0, 14.0, 19.9])
+@pytest.mark.parametrize("q", [0.01, 5.0, 14.0, 19.9, 25.0])
 @pytest.mark.parametrize("level", ["token", "sequence_token"])
 def test_bias_corrected_kl_is_accurate_in_fp32(level, q):
-    """c (k3 + k3') is -c q: taken as a difference of exponentials, fp32 has no digit of it left at q = 17."""
+    """c (k3 + k3') is -c q: taken as a difference of exponentials, fp32 has no digit of it left at q = 17.
+
+    Beyond 20 k3 is its tangent there.
+    """
     config = GRPOLossConfig(beta=1.0, importance_sampling_level=level)
     logps = torch.zeros(1, 1, requires_grad=True)
     ref, old = torch.full((1, 1), q), torch.full((1, 1), 0.1)
+    want = -q if q <= 20.0 else (math.exp(20.0) - 1) * (q - 20.0) - 20.0
     grpo_loss(logps, torch.zeros(1), old_per_token_logps=old, ref_per_token_logps=ref, config=config).loss.backward()
-    torch.testing.assert_close(logps.grad, torch.full((1, 1), -q * math.exp(-0.1)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(logps.grad, torch.full((1, 1), want * math.exp(-0.1)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("term", ["policy", "kl", "entropy"])
+def test_large_terms_leave_the_small_ones(term):
+    """Sums over tokens are in fp64: in fp32 nothing but the large terms is left."""
+    zeros, large = torch.zeros(1, 5), torch.tensor([[1.0, 2.0**-26, -1.0, 2.0**-26, 2.0**-26]])
+    if term == "policy":
+        out = grpo_loss(zeros, large * 2.0**26, config=GRPOLossConfig(loss_type="luspo"))
+    elif term == "kl":
+        config = GRPOLossConfig(loss_type="luspo", beta=1.0, kl_estimator="k1", use_bias_correction_kl=False)
+        out = grpo_loss(large * 2.0**12, zeros, ref_per_token_logps=zeros, config=config)
+    else:
+        config = GRPOLossConfig(loss_type="luspo", entropy_coef=5.0)
+        out = grpo_loss(zeros, zeros, entropies=large * 2.0**26, config=config)
+    assert float(out.loss) == {"policy": -3.0, "kl": 3 * 2.0**-14, "entropy": -3.0}[term]
 
 
 def test_log_ratios_of_a_sequence_are_summed_with_the_accuracy_of_fp32():
@@ -319,14 +395,15 @@ def test_the_only_token_has_the_highest_entropy(impl):
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
-@pytest.mark.parametrize("count", [0, 2])
-def test_entropies_of_zero_are_averaged_over_active_tokens(count, impl):
+@pytest.mark.parametrize(("count", "coef"), [(0, 0.3), (2, 0.3), (2, -0.3)])
+def test_entropies_of_zero_are_averaged_over_active_tokens(count, coef, impl):
     logps, mask = torch.zeros(1, 5), (torch.arange(5) < count).unsqueeze(0)
     entropies = torch.zeros(1, 5, requires_grad=True)
-    config = GRPOLossConfig(top_entropy_quantile=0.5, entropy_coef=0.3)
+    config = GRPOLossConfig(top_entropy_quantile=0.5, entropy_coef=coef)
     out = grpo_loss(logps, torch.zeros(1), mask, entropies=entropies, config=config, impl=impl)
     (gradient,) = torch.autograd.grad(out.loss, entropies)
-    torch.testing.assert_close(gradient, -0.3 / max(count, 1) * mask)
+    torch.testing.assert_close(gradient, -coef / max(count, 1) * mask)
+    assert out.loss == 0
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "sapo"])
