@@ -105,7 +105,20 @@ def test_learned_positions_are_those_of_the_sampler(adapted: bool) -> None:
     got = logprobs_of(model, out.sequences, mask, PROMPT).logps
     torch.testing.assert_close(got[:, 1:], sampled[:, 1:], atol=1e-4, rtol=1e-4)
     at_once = {"position_ids": torch.arange(PROMPT + LENGTH).expand(ROWS, -1)}
-    assert (logprobs_of(model, out.sequences, mask, PROMPT, model_inputs=at_once).logps - got)[0].abs().max() > 0.1
+    given = logprobs_of(model, out.sequences, mask, PROMPT, model_inputs=at_once).logps
+    assert (given - got)[0].abs().max() > 0.1
+    others = logprobs_of(model, out.sequences, mask, PROMPT, model_inputs={"use_cache": False}).logps
+    assert torch.equal(others, given)  # the model's own, where there are other inputs
+
+
+@pytest.mark.parametrize("call", [grpo_loss_of, logprobs_of])
+def test_the_head_is_checked(call: Any) -> None:
+    model, given = build("qwen2"), batch()
+    if call is grpo_loss_of:
+        given["advantages"] = torch.ones(ROWS)
+    model.lm_head.register_forward_hook(lambda head, inputs, logits: 1.5 * logits)
+    with pytest.raises(ValueError, match=r"is not softcap\(logit_scale \* .* as its config describes it"):
+        call(model, **given)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler

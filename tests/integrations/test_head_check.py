@@ -181,6 +181,17 @@ def test_a_field_that_the_model_does_not_read_is_not_used() -> None:
     assert lm_head_inputs(model)["logit_scale"] == 1.0
 
 
+@pytest.mark.parametrize("field", ["image_token_id", "image_token_index"])
+def test_the_check_runs_without_tokens_that_the_config_names(field: str) -> None:
+    seen: list[Tensor] = []
+    for special in (None, 13):
+        model = build("qwen2")
+        setattr(model.config, field, special)
+        model.get_input_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        check_head(model)
+    assert [13 in ids for ids in seen] == [True, False]
+
+
 def test_what_the_linear_form_cannot_express_is_refused() -> None:
     vq = {"embed_dim": 8, "num_embeddings": 4, "latent_channels": 8, "resolution": 8, "base_channels": 32,
           "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []}  # fmt: skip

@@ -181,6 +181,16 @@ def test_hidden_states_of_some_positions() -> None:
         _ = captured.hidden_states
 
 
+@pytest.mark.parametrize(("given", "want"), [({}, False), ({"use_cache": True}, True)], ids=["default", "given"])
+def test_the_cache_is_off_unless_it_is_asked_for(given: dict[str, bool], want: bool) -> None:
+    model, seen = build("qwen2"), []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["use_cache"]), with_kwargs=True
+    )
+    head_hidden_states(model, token_ids(), **given)
+    assert seen == [want]
+
+
 @pytest.mark.full
 def test_transformers_is_not_imported() -> None:
     code = "import sys, grpo_fused.heads; sys.exit(bool({'transformers', 'peft'} & sys.modules.keys()))"
