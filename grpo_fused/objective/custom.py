@@ -168,10 +168,10 @@ def check_objective(
         inputs: Its inputs, `[N]` (or `[B, T]` of B sequences); default none, with `num_tokens` tokens.
         scope: "token": parts are any subsets. "sequence": parts are whole sequences. "batch": nothing to compare, only
             the result's shape and gradient are checked.
-        num_tokens: N if there are no inputs.
+        num_tokens: N if there are no inputs, rounded up to eight sequences of one length.
         with_entropy: Pass entropies.
         alternative_inputs: The inputs of an objective that reads alternatives, `[2 N]` each: a token has from none to
-            four. May be empty; default (None) there are no alternatives.
+            seven. May be empty; default (None) there are no alternatives.
         seed: For the random log-probs, entropies, alternatives and parts.
 
     Raises:
