@@ -165,6 +165,12 @@ def test_other_adapters_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> No
         model.set_adapter(name)
         lm_head_inputs(model)
         assert len(checked) == times, name
+    with model.disable_adapter():
+        lm_head_inputs(model)
+    assert len(checked) == 3
+    model.merge_adapter()
+    lm_head_inputs(model)
+    assert len(checked) == 4
 
 
 def test_merged_adapters() -> None:
