@@ -205,6 +205,15 @@ def test_entropy_quantile_without_metrics():
     assert lean.out.entropies[2][case.completion_mask[2]].ne(0).all()
 
 
+@pytest.mark.parametrize("coef", [0.1, -0.1])
+def test_entropy_bonus_without_metrics(coef):
+    """Entropies are computed for it, also where it is a penalty."""
+    case, config = make_case(6), make_config("dapo", entropy_coef=coef)
+    want, lean = case.run(config, impl="reference"), case.run(config, with_metrics=False)
+    torch.testing.assert_close(lean.out.loss, want.out.loss)
+    torch.testing.assert_close(lean.dweight, want.dweight)
+
+
 def test_token_level_luspo_gradient():
     """Wrong by 63-84 % in other losses: each token's loss must be summed over its sequence, not multiplied by its length."""
     case = make_case(7, extras=False)
