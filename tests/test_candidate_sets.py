@@ -23,6 +23,7 @@ class TestErrors:
         ("ids", "offsets", "match"),
         [
             ([2, 3, 1], [0, 2, 3], "target of an active token must be in its candidate set; got 1"),
+            ([2, 1], [0, 1, 2], "target of an active token must be in its candidate set; got 1"),
             ([0, 3, 3, 1], [0, 3, 4], "different ids; got 1"),
             ([0, 9, 1], [0, 2, 3], r"lie in \[0, 9\); got 0 to 9"),
             ([0, -1, 1], [0, 2, 3], r"lie in \[0, 9\); got -1 to 1"),

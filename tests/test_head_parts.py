@@ -775,6 +775,7 @@ def test_folding_an_adapter_in_leaves_the_weight_as_it_is():
     weight = torch.ones(3, 2)
     assert dense_weight(weight, [HeadAdapter(torch.ones(1, 2), torch.ones(3, 1))]).tolist() == [[2, 2]] * 3
     assert weight.tolist() == [[1, 1]] * 3
+    assert not dense_weight(weight.requires_grad_()).requires_grad
 
 
 def test_negative_scales_beside_an_adapter():
