@@ -53,6 +53,7 @@ EXACT = GRPOLossConfig(beta=0.1, kl_estimator="exact")
         pytest.param({"top_p": 1.5}, ValueError, r"top_p must be in \(0, 1\]; got 1.5", id="top-p"),
         pytest.param({"min_p": -0.1}, ValueError, r"min_p must be in \[0, 1\]; got -0.1", id="min-p"),
         pytest.param({"stop_strings": "stop"}, TypeError, "stop_strings must be a list .*; got 'stop'", id="stop"),
+        pytest.param({"stop_strings": ("a", "")}, TypeError, "stop_strings must be a list .*; got", id="empty stop"),
         pytest.param({"eval_samples": 1}, ValueError, "eval_samples must be 0 .* got 1", id="one-sample"),
         pytest.param({"lr_scheduler_type": "poly"}, ValueError, "lr_scheduler_type must be one of", id="schedule"),
         pytest.param({"gradient_checkpointing": 1}, TypeError, "must be true or false; got 1", id="checkpointing"),
