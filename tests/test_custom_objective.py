@@ -576,6 +576,20 @@ def test_a_scope_that_is_too_narrow_is_refused():
         fused_linear_objective(case.hidden_states, case.lm_head_weight, case.completion_ids, objectives.gspo())
 
 
+def test_a_wider_scope_is_allowed():
+    case = make_case(12, dtype=torch.float32, extras=False)
+    inputs = inputs_of(case)
+    inputs["old_per_token_logps"] = inputs.pop("old")
+    token, sequence, batch = (
+        fused_linear_objective(
+            case.hidden_states, case.lm_head_weight, case.completion_ids, objectives.vanilla(), case.completion_mask,
+            inputs=inputs, scope=scope,
+        ).loss
+        for scope in ("token", "sequence", "batch")
+    )  # fmt: skip
+    assert token == sequence == batch != 0
+
+
 def test_empty_sequences_are_in_exactly_one_part():
     lengths, seen = [0, 2, 0, 3, 0, 0, 1, 0, 0], []
     hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(29, 8)
