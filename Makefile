@@ -239,7 +239,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "installing test tools and peers ..."
-	@$(PIP) pytest pytest-benchmark pytest-xdist hypothesis ruff mypy wheel 'trl; python_version >= "3.11"' liger-kernel peft math-verify tensorboard scipy
+	@$(PIP) pytest pytest-benchmark pytest-xdist hypothesis ruff mypy wheel trl liger-kernel peft math-verify tensorboard scipy
 	@$(PIP) triton 2>/dev/null || echo "triton has no wheel here: its tests will be skipped"
 	@$(COMPILE)
 	@touch $@
