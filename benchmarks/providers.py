@@ -15,11 +15,13 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -129,6 +131,11 @@ def _torch_chunked(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     if not hidden.is_cuda:  # its own choice, 2 tokens at N = 240, V = 32000, is tens of times slower than one chunk
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256, chunking_method=None)
     return F.linear_cross_entropy(hidden, weight, ids, reduction="none", options=options)
+
+
+def _trl_has_a_fused_head(_: str) -> str | None:
+    found = version("trl")
+    return None if Version(found) >= Version("1.15") else f"trl {found} has no fused head, 1.15 has"
 
 
 def _trl(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -304,7 +311,10 @@ _ALL = (
         "the same with options=LinearCrossEntropyOptions(): precision and chunks its own choice, on a CPU 256 tokens",
         _of_active(_torch_chunked), needs=_with_linear_cross_entropy,
     ),
-    _from_logps("trl", "trl.kernels.ChunkedLogProbFunction, entropies included", _of_active(_trl), packages=("trl",)),
+    _from_logps(
+        "trl", "trl.kernels.ChunkedLogProbFunction, entropies included", _of_active(_trl), packages=("trl",),
+        needs=_trl_has_a_fused_head,
+    ),
     Provider(
         "liger", "LigerFusedLinearGRPOLoss in chunks of a sequence; on a CPU not compiled", _liger,
         packages=("liger_kernel",),

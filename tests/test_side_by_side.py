@@ -87,7 +87,7 @@ def test_candidates(monkeypatch):
 
 
 def test_divergence(monkeypatch):
-    pytest.importorskip("trl")
+    pytest.importorskip("trl", minversion="1.15")
     pytest.importorskip("liger_kernel")
     monkeypatch.setattr(divergence, "QUICK", TINY["cpu"])
     (section,) = divergence.run(kinds=("reverse_kl",), rounds=1, quick=True)
