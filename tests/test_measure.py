@@ -8,7 +8,7 @@ from mmap import mmap
 import pytest
 import torch
 
-from benchmarks import measure, memory, timing
+from benchmarks import measure, memory, providers, timing
 from benchmarks.child import in_child
 from benchmarks.exact import Exact, wrong
 from benchmarks.problem import PATTERNS, Case, loss_from_logps, shares
@@ -105,6 +105,15 @@ def test_which_providers_run():
     assert "absent is not installed" in str(replace(PROVIDERS["eager"], packages=("absent",)).unavailable("cpu"))
     whole = ("liger", "liger-triton", "torchtitan", "quack-mean")  # the others give log-probs
     assert all(("formula" in PROVIDERS[name].composition) == (name not in whole) for name in PEERS)
+
+
+@pytest.mark.parametrize(
+    ("release", "reason"), [("1.14.2", "trl 1.14.2 has no fused head, 1.15 has"), ("1.15.0", None)]
+)
+def test_trl_is_a_peer_where_it_has_a_fused_head(release, reason, monkeypatch):
+    pytest.importorskip("trl")
+    monkeypatch.setattr(providers, "version", lambda _: release)
+    assert PROVIDERS["trl"].unavailable("cpu") == reason
 
 
 def test_options_choose_problems_and_peers():
