@@ -26,7 +26,7 @@ RewardFunction = Callable[..., Rewards]
 Batch = Mapping[str, Any]
 
 LIBRARIES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
-"""An error has the line of its user's code that called into these."""
+"""If an error comes from a file in these folders, the line that is named is the one of the user that called it."""
 
 GIVEN = ("prompts", "completions", "completion_ids")  # every function gets these; the rest of a batch are columns
 
