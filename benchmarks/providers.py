@@ -133,7 +133,7 @@ def _torch_chunked(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return F.linear_cross_entropy(hidden, weight, ids, reduction="none", options=options)
 
 
-def _trl_has_a_fused_head(_: str) -> str | None:
+def _with_trl_head(device: str) -> str | None:
     found = version("trl")
     return None if Version(found) >= Version("1.15") else f"trl {found} has no fused head, 1.15 has"
 
@@ -313,7 +313,7 @@ _ALL = (
     ),
     _from_logps(
         "trl", "trl.kernels.ChunkedLogProbFunction, entropies included", _of_active(_trl), packages=("trl",),
-        needs=_trl_has_a_fused_head,
+        needs=_with_trl_head,
     ),
     Provider(
         "liger", "LigerFusedLinearGRPOLoss in chunks of a sequence; on a CPU not compiled", _liger,
