@@ -232,9 +232,9 @@ def _top_k(
     q = log_q.exp()
     total = q.sum(1, keepdim=True)
     first = 0 if vocab is None else vocab.first
-    ids = torch.where(q > 0, ids.to(torch.int64), 0)
-    here = (ids >= first) & (ids < first + z.shape[1])
-    ids, q = torch.where(here, ids - first, 0), torch.where(here, q, 0.0)
+    ids = ids.to(torch.int64) - first
+    here = (ids >= 0) & (ids < z.shape[1])
+    ids, q = torch.where(here, ids, 0), torch.where(here, q, 0.0)
     log_p = _log_probs(z, statistics)
     value = _sum(torch.where(q > 0, q * (log_q - log_p.gather(1, ids)), 0.0).sum(1), vocab)
     return value, log_p.exp_().mul_(total).scatter_add_(1, ids, -q)
