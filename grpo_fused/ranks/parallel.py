@@ -193,7 +193,7 @@ class VocabParallel(_Ranks):
 
     def first_of(self, x: Tensor) -> Tensor:
         """`x` (bool) where no rank before this one has True."""
-        return x & ~self.all_gather(x.to(torch.uint8))[: self.rank].any(0)
+        return x & ~self.all_gather(x.to(torch.uint8))[: self.rank].bool().any(0)  # `any` of uint8 is uint8
 
     def smallest(self, count: int) -> int:
         """The minimum of `count` over the ranks: larger slices have room for fewer tokens; chunks must be equal."""
