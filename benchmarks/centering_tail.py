@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.results import Run
+from benchmarks.results import Run, where
 from benchmarks.study import Section, main
 from benchmarks.tables import grid, paragraphs
 from grpo_fused import objectives
@@ -86,7 +86,7 @@ def table(section: Section, run: Run) -> str:
         f"Means over {section['draws']} random policies of {section['vocab']} tokens, whose logits have a standard "
         f"deviation of {section['spread']:g}; the mismatch is that of what the sampler's logits have in addition; TIS "
         f"with cap {section['cap']:g}. Errors are of the expected update, an exact sum over all tokens, for rewards of "
-        "0 and 1, relative to that of the form over all tokens. K = 0 is no centering.",
+        f"0 and 1, relative to that of the form over all tokens. K = 0 is no centering. {where(run)}.",
     )
 
 

@@ -20,9 +20,9 @@ from benchmarks.exact import Exact, judged
 from benchmarks.measure import Small
 from benchmarks.problem import DTYPES, Case, clear, train
 from benchmarks.providers import PROVIDERS, fused_loss
-from benchmarks.results import Device, Run
+from benchmarks.results import Device, Run, where
 from benchmarks.study import Section, main
-from benchmarks.tables import grid, ms, taken, title
+from benchmarks.tables import grid, ms, paragraphs, taken, title
 from benchmarks.timing import Calls, bare_gemms, cache_flush, times_by_round, with_ratios
 from grpo_fused.testing import Problem
 
@@ -113,7 +113,7 @@ def table(section: Section, run: Run) -> str:
                 rows.append(["", name, f"not timed: {row['not_timed']}", "", ""])
                 continue
             rows.append(["", name, *taken(row), ms(row["host_ms"])])
-    return grid("| problem | | forward + backward | × bare | host |", rows)
+    return paragraphs(grid("| problem | | forward + backward | × bare | host |", rows), f"{where(run)}.")
 
 
 if __name__ == "__main__":

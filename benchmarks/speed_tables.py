@@ -103,16 +103,18 @@ def sparsity(device: str, runs: list[Run]) -> str:
 
 
 def providers(runs: list[Run]) -> str:
-    """What is timed under each name, and why it was not run on a machine."""
-    found = {device: newest(device, "loss", runs) for device in ("cpu", "cuda")}
-    known = {device: run.sections["loss"]["providers"] for device, run in found.items() if run is not None}
+    """What is timed under each name, in the words of the newest run that could time it, and why another could not."""
+    found = [run for device in ("cpu", "cuda") if (run := newest(device, "loss", runs)) is not None]
+    found.sort(key=lambda run: run.machine["date"], reverse=True)
+    known = {run.machine["device"]: run.sections["loss"]["providers"] for run in found}
     if not known:
         return "`benchmarks/providers.py` says what is timed under each name."
     rows = []
     for name in dict.fromkeys(name for entries in known.values() for name in entries):
         entries = {device: by_name[name] for device, by_name in known.items() if name in by_name}
         absent = [f"{device}: {entry['unavailable']}" for device, entry in entries.items() if entry["unavailable"]]
-        rows.append((name, _cell(next(iter(entries.values()))["composition"]), _cell("; ".join(absent))))
+        timed = [entry for entry in entries.values() if not entry["unavailable"]]
+        rows.append((name, _cell((timed or [*entries.values()])[0]["composition"]), _cell("; ".join(absent))))
     table = grid("| name | what is timed | not run |", rows)
     return paragraphs("<details><summary>What is timed under each name</summary>", table, "</details>")
 

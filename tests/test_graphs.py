@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import graphs
-from benchmarks.results import load, record
+from benchmarks import graphs, results
+from benchmarks.results import Run, load, record
 from benchmarks.study import main
 
 CSV = """==PROF== Connected to process 7 (/usr/bin/python3.12)
@@ -53,7 +54,7 @@ def test_a_graph_is_replayed_on_new_advantages(device, monkeypatch):
     assert "ms" in ways["chunked, not compacted"]
     case = graphs.measure(graphs.SMALL[0], "cuda", 1) | {"shape": graphs.SMALL[0].describe()}
     assert f"|  | chunked, graph | not timed: {ways['chunked, graph']['not_timed'][:12]}" in graphs.table(
-        {"cases": [case]}, None
+        {"cases": [case]}, Run(Path(), results.machine("cuda"), {})
     )
 
 

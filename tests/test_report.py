@@ -13,6 +13,7 @@ from benchmarks.command import call
 from benchmarks.pages import TABLES
 from benchmarks.problem import Case
 from benchmarks.results import SCHEMA
+from benchmarks.studies import STUDIES
 from benchmarks.style import COLORS, new_figure
 from benchmarks.sweep import HEADS, PLANS
 
@@ -26,6 +27,7 @@ PAGES = {
     for page in ("README.md", *(f"docs/{path.name}" for path in sorted((results.ROOT / "docs").glob("*.md"))))
     if (names := names_of(page))
 }
+SHOWN_NAMES = {name for names in PAGES.values() for name in names}
 
 
 def empty(page: str) -> str:
@@ -103,8 +105,33 @@ def test_the_committed_files_are_up_to_date():
 
 
 def test_every_table_is_on_a_page():
-    shown = {name for names in PAGES.values() for name in names}
-    assert TABLES.keys() - shown == {"loss", "rows", "tune", "integration-steps.{project}"}
+    assert TABLES.keys() - SHOWN_NAMES == {"loss", "rows", "tune", "integration-steps.{project}"}
+
+
+SHOWN = [study for study in STUDIES.values() if study.section.replace("_", "-") in TABLES.keys() & SHOWN_NAMES]
+
+
+@pytest.mark.parametrize("study", SHOWN, ids=lambda study: study.program)
+def test_a_table_names_the_commit_of_its_run(study):
+    runs = results.all_runs()
+    newest = results.latest(study.section, runs)
+    assert newest.machine["commit"] in TABLES[study.section.replace("_", "-")](runs)
+
+
+def test_what_is_timed_is_in_the_words_of_the_newest_run_that_could_time_it(place):
+    cpu, gpu = (json.loads(result(device, (DENSE, True), date=date)) for device, date in (
+        ("cpu", "2026-05-06T07:08:09"), ("cuda", "2026-05-07T07:08:09")))  # fmt: skip
+    first, second = (run["sections"]["loss"]["providers"] for run in (cpu, gpu))
+    second["native"]["unavailable"] = "runs on cpu only"
+    second["native"]["composition"] = second["cce"]["composition"] = "words of the GPU's run"
+    second["cce"]["unavailable"] = None
+    second["cce-exact"] = second["cce"] | {"composition": "the same, exact"}
+    first["cpu-only"] = first["native"]
+    for name, run in (("a.json", cpu), ("b.json", gpu)):
+        put(place, name, json.dumps(run))
+    rows = re.findall(r"^\| (\S+) \| (.*?) \|", TABLES["providers"](results.all_runs(place[1])), re.MULTILINE)
+    assert rows[rows.index(("cce", "words of the GPU's run")) + 1] == ("cce-exact", "the same, exact")
+    assert ("native", "native's kernel") in rows
 
 
 def test_nothing_measured(place):
