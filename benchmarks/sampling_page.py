@@ -78,8 +78,9 @@ def published(section: Section, run: Run) -> str:
             "0.9x → 0.99x", f"{got['bf16']['bf16 logits']:.4f} → {got['fp32']['whole']:.4f}",
         )  # fmt: skip
 
-    tokens = section["ratios"]["top_k 20"]["tokens"]
+    counts = {row["tokens"] for row in (*section["ratios"].values(), section["sizes"])}
     return paragraphs(
         grid("| claim | source | theirs | ours |", rows()),
-        f"`{section['command']}`; {section['model']}, {tokens} tokens a row; {where(run)}.",
+        f"`{section['command']}`; {section['model']}, {' to '.join(map(str, sorted(counts)))} tokens a row; "
+        f"{where(run)}.",
     )

@@ -233,7 +233,7 @@ def shared_prompts(section: Section, run: Run) -> str:
                    f"{tokens / shared:.0f}", f"{apart / shared:.2f} x"]  # fmt: skip
 
     table = grid("| prompt, completion | completions | apart | shared | |", cells())
-    return paragraphs(table, f"{where(run)}.")
+    return paragraphs(table, f"{_qwen2(section)}; {where(run)}.")
 
 
 def generation(section: Section, run: Run) -> str:
@@ -244,9 +244,12 @@ def generation(section: Section, run: Run) -> str:
         for case in section["cases"]
     )
     table = grid(f"| longest prompt | {' | '.join(names)} |", rows)
-    model = f"Qwen2, {section['layers']} layers, H = {section['hidden']}, V = {section['vocab']}, fp32"
     batch = f"{section['prompts']} x {section['generations']} completions of {section['completion']} tokens"
-    return paragraphs(table, f"{model}; {batch}; {where(run)}.")
+    return paragraphs(table, f"{_qwen2(section)}; {batch}; {where(run)}.")
+
+
+def _qwen2(section: Section) -> str:
+    return f"Qwen2, {section['layers']} layers, H = {section['hidden']}, V = {section['vocab']}, fp32"
 
 
 def threads(section: Section, run: Run) -> str:
