@@ -82,11 +82,11 @@ class Problem:
         """Log-probs."""
         return fused_linear_logprobs(self.hidden, self.weight, self.targets, candidates=self.sets, impl=impl).logps
 
-    def masked_dense(self, chunk: int = CHUNK) -> None:
+    def masked_dense(self) -> None:
         """As in frameworks: logits, a mask, a log-softmax in fp32."""
         N = self.targets.shape[1]
-        for start in range(0, N, chunk):
-            rows = torch.arange(start, min(start + chunk, N), device=self.hidden.device)
+        for start in range(0, N, CHUNK):
+            rows = torch.arange(start, min(start + CHUNK, N), device=self.hidden.device)
             logits = (self.hidden[0, rows] @ self.weight.T).float()
             logits = logits.masked_fill(~self.sets.select(rows).to_mask(logits.shape[1]), -torch.inf)
             logps = logits.log_softmax(-1).gather(1, self.targets[0, rows].unsqueeze(1))

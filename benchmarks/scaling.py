@@ -54,18 +54,17 @@ class Communication(NamedTuple):
     """fp64 before the loss and fp32 after it, all-gathered over `data` x `context`"""
 
 
-def communication(
-    scored: int, with_gradient: int, width: int, layout: Layout, *, with_entropy: bool = True, fields: int = 5
-) -> Communication:
-    """Communication of a rank with `scored` tokens, `with_gradient` of them with a gradient, and states of `width`.
+FIELDS = 5
+"""A token's inputs of the objective: mask, sequence, advantage, old and ref log-probs."""
 
-    `fields` is the number of a token's inputs of the objective: mask, sequence, advantage, and if given old, ref,
-    sampling log-probs and importance ratio.
-    """
+
+def communication(scored: int, with_gradient: int, width: int, layout: Layout) -> Communication:
+    """Communication of a rank with `scored` tokens, `with_gradient` of them with a gradient, and states of `width`;
+    with entropies."""
     return Communication(
-        statistics=(3 + with_entropy) * scored if layout.vocab > 1 else 0,
+        statistics=4 * scored if layout.vocab > 1 else 0,
         hidden_gradient=width * with_gradient if layout.vocab > 1 else 0,
-        objective=(fields + 1 + with_entropy) * scored if layout.data * layout.context > 1 else 0,
+        objective=(FIELDS + 2) * scored if layout.data * layout.context > 1 else 0,
     )
 
 
@@ -98,7 +97,7 @@ def step(tokens: int, width: int, vocab: int, layout: Layout, machine: Machine) 
     v, t = layout.vocab, layout.data * layout.context
     vocab_bytes = 4 * sent.statistics * (v - 1) + 2 * 4 * sent.hidden_gradient * (v - 1) / v
     # fp64 fields before, two fp32 numbers after; the weight's gradient in bf16, reduce-scattered and gathered
-    token_bytes = (8 * 5 + 4 * 2) * mine * (t - 1) + (2 * 2 * width * rows * (t - 1) / t if t > 1 else 0)
+    token_bytes = (8 * FIELDS + 4 * 2) * mine * (t - 1) + (2 * 2 * width * rows * (t - 1) / t if t > 1 else 0)
     return Step(
         products=3 * product,
         vocab_links=vocab_bytes / inner + (2 * machine.latency if v > 1 else 0),
