@@ -347,6 +347,23 @@ def test_a_failing_step_loses_nothing(
     same(outcome(resumed, tmp_path), unbroken)
 
 
+def test_a_failing_step_is_the_reason_also_if_the_save_after_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def breaks(**columns: Any) -> list[float]:
+        raise ConnectionError("the judge is offline")
+
+    def full(steps_done: int) -> None:
+        raise CheckpointError("No space left on device")
+
+    trainer = make(tmp_path)
+    trainer.reward_functions["count_ones"] = breaks
+    monkeypatch.setattr(trainer.checkpointer, "save", full)
+    with pytest.raises(RuntimeError, match="count_ones.*the judge is offline"):
+        trainer.train()
+    assert "No space left on device" in capsys.readouterr().out
+
+
 def test_a_resumed_run_that_fails_in_its_first_step_names_the_reason(tmp_path: Path) -> None:
     make(tmp_path, steps=1).train()
     resumed = make(tmp_path, steps=2, resume=True)

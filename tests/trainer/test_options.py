@@ -367,3 +367,20 @@ def test_one_reward_function_needs_no_list(
 
     trainer = make_trainer(model, tokenizer, rows, zeros)  # type: ignore[arg-type]
     assert list(trainer.reward_functions) == ["zeros"]
+
+
+def test_a_reward_model_moves_to_the_device_of_the_policy(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows
+) -> None:
+    class Judge:
+        moved_to: torch.device | None = None
+
+        def to(self, device: torch.device) -> None:
+            self.moved_to = device
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return [0.0] * len(completions)
+
+    judge = Judge()
+    trainer = make_trainer(model, tokenizer, rows, [judge])
+    assert judge.moved_to == trainer.accelerator.device

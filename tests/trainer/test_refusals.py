@@ -170,6 +170,27 @@ def test_other_ways_to_share_a_model_are_refused(
         make_trainer(model, tokenizer, rows)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts_per_step": 3}, "prompts_per_step must be divisible by the 2 processes; got 3"),
+        ({"loss": GRPOLossConfig(top_entropy_quantile=0.5)}, "top_entropy_quantile < 1 ranks all .*; got 2"),
+    ],
+    ids=["prompts", "quantile"],
+)
+def test_what_processes_cannot_share_is_refused(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(model, tokenizer, rows, **options)
+
+
 def test_processes_that_accelerate_does_not_see_are_refused(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,

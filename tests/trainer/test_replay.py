@@ -124,7 +124,10 @@ def test_the_exact_kl_is_that_of_all_logits(
     if kind == "lora":
         peft = pytest.importorskip("peft")
         model = build_small_model(len(tokenizer))
-        trainer = GRPOTrainer(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])), *given)
+        lora = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "lm_head"], lora_bias=True
+        )  # the head has no bias without
+        trainer = GRPOTrainer(peft.get_peft_model(model, lora), *given)
     elif kind == "teacher":
         with torch.no_grad():
             for parameter in before.parameters():

@@ -21,7 +21,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from grpo_fused import CandidateSets
+from grpo_fused import CandidateSets, lm_head_inputs
 from grpo_fused.rollouts.engine import first_of_prompts, length_mask, pad_prompts
 from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.rollouts.huggingface import _Ends
@@ -37,6 +37,7 @@ from grpo_fused.trainer import (
     Sampling,
     roll_out,
 )
+from grpo_fused.trainer import policy as policies
 from grpo_fused.trainer.policy import add_rows
 from grpo_fused.trainer.rollout import ending_token_ids, micro_batches
 
@@ -399,6 +400,24 @@ def test_what_padding_gives_may_be_nan_on_a_cpu(model: Qwen2ForCausalLM, monkeyp
         policy.hidden_states(rollout)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{}, {"lm_head_adapter": ("A B",)}, {"lm_head_weight": torch.ones(20, 32)}],
+    ids=["plain", "adapter", "cut"],
+)
+def test_a_head_that_fsdp_shards_must_be_plain(
+    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(policies, "lm_head_inputs", lambda model: {**lm_head_inputs(model), **other})
+    policy = Policy(model, Accelerator(), GRPOTrainerConfig(temperature=0.7))
+    monkeypatch.setattr(policies, "DTensor", torch.nn.Parameter)  # as if it were sharded
+    if not other:
+        assert policy.head() == {**lm_head_inputs(model), "temperature": 0.7, "impl": "auto"}
+        return
+    with pytest.raises(ValueError, match="must not drop rows or carry an adapter"):
+        policy.head()
+
+
 def test_log_probs_are_fp32_by_any_default_dtype(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     options: dict[str, Any] = {"num_generations": 2, "max_completion_length": 3}
     torch.set_default_dtype(torch.bfloat16)
@@ -510,6 +529,8 @@ def test_rows_have_the_width_of_their_longest_completion() -> None:
     assert part.completion_ids.shape == part.completion_mask.shape == (2, 2)
     assert part.sampling_logps is not None
     assert part.sampling_logps.tolist() == [[5.0, 6.0], [10.0, 11.0]]
+    masked = rollout._replace(completion_mask=torch.zeros_like(rollout.completion_mask))
+    assert masked.rows(slice(0, 2)).completion_ids.tolist() == [[101], [101]]  # the loss takes no empty ones
 
 
 def test_micro_batches_of_similar_length_have_little_padding() -> None:

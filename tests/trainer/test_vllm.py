@@ -17,6 +17,7 @@ from trainer.small_model import build_small_model
 from trainer.small_trainer import count_ones
 
 from examples.arithmetic.model import build_tokenizer
+from grpo_fused import GRPOLossConfig
 from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.rollouts.vllm import SyncError, log, named_weights
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, Sampling, VLLMEngine, roll_out
@@ -470,10 +471,22 @@ def test_a_prompt_without_room_for_its_completion_is_refused_before_the_first_ro
         synced_engine(max_model_len=10).generate([[3], [3, 4, 5]], Sampling(num_generations=1, max_completion_length=8))
 
 
-def test_a_repetition_penalty_is_refused_before_the_first_rollout(vllm: Any, rows: list[dict[str, str]]) -> None:
+@pytest.mark.parametrize(
+    ("reader", "options"),
+    [
+        ("importance_sampling", {}),
+        (
+            "loss.off_policy_mask_threshold",
+            {"importance_sampling": None, "loss": GRPOLossConfig(off_policy_mask_threshold=0.1)},
+        ),
+    ],
+)
+def test_a_repetition_penalty_is_refused_before_the_first_rollout(
+    vllm: Any, rows: list[dict[str, str]], reader: str, options: dict[str, Any]
+) -> None:
     tokenizer = build_tokenizer()
-    config = GRPOTrainerConfig(repetition_penalty=1.1, prompts_per_step=2)
-    with pytest.raises(ValueError, match="importance_sampling must be null with a repetition_penalty.*; got .* 1.1"):
+    config = GRPOTrainerConfig(repetition_penalty=1.1, prompts_per_step=2, **options)
+    with pytest.raises(ValueError, match=f"^{reader} must be null with a repetition_penalty.*; got .* 1.1"):
         GRPOTrainer(
             build_small_model(len(tokenizer)), tokenizer, [count_ones], rows, config, engine=VLLMEngine("folder")
         )
