@@ -111,8 +111,9 @@ def test_pass_at_k(samples: int, right: int, k: int, chance: float) -> None:
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_processes_evaluate_in_step(process: int) -> None:
-    """Five rows for two processes, three at a time: both sample the same number of completions."""
+@pytest.mark.parametrize(("prompts_per_step", "samples"), [(6, [3, 6]), (4, [2, 4, 1, 2])], ids=["at once", "batches"])
+def test_processes_evaluate_in_step(process: int, prompts_per_step: int, samples: list[int]) -> None:
+    """Five rows for two processes, three or two at a time: both sample the same number of completions."""
     asked: list[int] = []
 
     def sample(rows: Any, sampling: Sampling) -> tuple[None, Tensor]:
@@ -130,6 +131,7 @@ def test_processes_evaluate_in_step(process: int) -> None:
         sampling=Sampling(num_generations=4, max_completion_length=2),
     )
     rows = [{"prompt": str(number)} for number in (0, 1, 0, 1, 0)]
-    metrics = evaluate(sampler, rows, GRPOTrainerConfig(prompts_per_step=6, eval_samples=2), success=0)
-    assert asked == [3, 6]
+    config = GRPOTrainerConfig(prompts_per_step=prompts_per_step, eval_samples=2)
+    metrics = evaluate(sampler, rows, config, success=0)
+    assert asked == samples
     assert metrics == {"eval/number": process, "eval/pass@1": process, "eval/pass@2": process}
