@@ -61,7 +61,7 @@ def read_jsonl(path: Path) -> list[dict[str, float | None]]:
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))
-            int(rows[-1]["step"] or 0)
+            math.isfinite(cast(float, rows[-1]["step"]))  # raises unless it is a number
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"line {number} of {path} must be a JSON object with a step; got {line:.80}") from error
     return rows

@@ -245,8 +245,8 @@ def test_an_invalid_checkpoint_is_not_skipped(run: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"{", b"[]", b"3", b'{"reward": 1}', DEEP, b"\xff"],
-    ids=["cut", "list", "number", "no-step", "deep", "bytes"],
+    [b"{", b"[]", b"3", b'{"reward": 1}', b'{"step": null}', b'{"step": "1"}', DEEP, b"\xff"],
+    ids=["cut", "list", "number", "no-step", "null", "text", "deep", "bytes"],
 )
 def test_broken_metrics_are_named(run: Path, line: bytes) -> None:
     metrics = run / "metrics.jsonl"

@@ -71,6 +71,8 @@ def test_the_learning_rate(schedule: Any, factors: list[float]) -> None:
     assert rates == pytest.approx([2e-6 * factor for factor in factors])
     twice = replace(config, steps=4, num_iterations=2)
     assert learning_rate(7, twice) == learning_rate(7, replace(config, steps=8))
+    after = [learning_rate(9, config), learning_rate(3, replace(config, steps=3))]  # more updates than the run has
+    assert after == pytest.approx([2e-6 if schedule == "constant" else 0.0] * 2)
 
 
 def test_a_rollout_without_a_gradient_moves_the_schedule_by_all_of_its_iterations(
