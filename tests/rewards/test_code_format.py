@@ -41,7 +41,11 @@ from grpo_fused.rewards import code_format_reward
         pytest.param("<code>getattr(x, 'y')</code>", 0.0, id="getattr"),
         pytest.param("<code>def f(open): pass</code>", 0.0, id="argument"),
         pytest.param("<code>def f():\n    global sys</code>", 0.0, id="global"),
+        pytest.param("<code>def open(): pass</code>", 0.0, id="definition"),
         pytest.param("<code>import os; def (</code>", 0.0, id="dangerous-and-broken"),
+        pytest.param("<code>import math; def (</code>", 0.0, id="import-and-broken"),
+        pytest.param(f"<code>{'x' * 20_000}</code>", 1.0, id="longest"),
+        pytest.param(f"<code>{'x' * 20_001}</code>", 0.0, id="too-long"),
     ],
 )
 def test_code(completion: str, expected: float) -> None:
@@ -82,9 +86,10 @@ def test_hostile_code_ends_soon(code: str) -> None:
 
 
 def test_invalid_escapes_give_no_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
         assert code_format_reward([r"<code>x = '\d'</code>"]) == [1.0]
+    assert not seen
 
 
 @given(st.text(max_size=300) | st.text(alphabet="()[]{}:=,.+-*/ \n'\"abf0123lambda", max_size=300))

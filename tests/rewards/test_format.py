@@ -85,6 +85,7 @@ def test_tag_count(completion: str, expected: float) -> None:
     [
         pytest.param("q <think>\n", {}, True, id="text"),
         pytest.param("q", {}, False, id="text-without"),
+        pytest.param([], {}, False, id="no-messages"),
         pytest.param([{"role": "user", "content": "q"}, *as_chat("<think>")], {}, True, id="assistant-prefix"),
         pytest.param([{"role": "user", "content": "open with <think>"}], {}, False, id="user-mentions-it"),
         pytest.param([*as_chat("<think>"), {"role": "user", "content": "q"}], {}, False, id="assistant-before-user"),

@@ -37,6 +37,7 @@ GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = 72 al
         pytest.param("50%", 50, id="percent"),
         pytest.param("0\\", None, id="backslash"),
         pytest.param(r"50\%", 50, id="escaped-percent"),
+        pytest.param("50%.", 50, id="full-stop-after-percent"),
         pytest.param("3/4", Fraction(3, 4), id="fraction"),
         pytest.param(r"-\dfrac{3}{4}", Fraction(-3, 4), id="latex-fraction"),
         pytest.param(".5", Fraction(1, 2), id="bare-decimals"),
@@ -51,6 +52,7 @@ GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = 72 al
         pytest.param("nan", None, id="nan"),
         pytest.param(".", None, id="point"),
         pytest.param("", None, id="empty"),
+        pytest.param("9" * 100, int("9" * 100), id="longest"),
         pytest.param("9" * 101, None, id="too-long"),
     ],
 )
@@ -77,7 +79,9 @@ def test_no_text_makes_a_number_raise(text: str) -> None:
         pytest.param("72", "72", id="nothing-else"),
         pytest.param("It is 72", None, id="not-marked"),
         pytest.param(r"\boxed{7", None, id="open-box"),
+        pytest.param(r"\boxed{7} </answer>", None, id="closed-only"),
         pytest.param("####", None, id="empty-hashes"),
+        pytest.param("#### 71\n#### 72", "72", id="last-hashes"),
         pytest.param("#### 72\nThat is all.", "72", id="text-after-hashes"),
         pytest.param("#### $", "$", id="one-dollar-sign"),
     ],
@@ -103,6 +107,7 @@ def test_stated_answers(text: str, expected: str | None) -> None:
         pytest.param("<answer>71</answer>", GSM8K, 0.0, id="wrong"),
         pytest.param("72 altogether", GSM8K, 0.0, id="not-marked"),
         pytest.param("<answer>x + 1</answer>", "x + 1", 1.0, id="same-text"),
+        pytest.param("<answer>x + 1</answer>", "$x + 1$", 1.0, id="math-mode-column"),
         pytest.param("<answer>72</answer>", None, None, id="another-task"),
     ],
 )
@@ -297,6 +302,10 @@ def test_without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
         assert math_accuracy_reward([r"\boxed{1+x}"], ["x+1"]) == [0.0]
     with pytest.raises(ImportError, match="pip install math-verify"):
         math_accuracy_reward(["72"], ["72"], use_math_verify=True)
+
+
+def test_the_column_answer_comes_first() -> None:
+    assert math_accuracy_reward(["<answer>72</answer>"], answer=["72"], solution=["73"]) == [1.0]
 
 
 def test_wrong_calls_say_what_was_expected() -> None:

@@ -48,7 +48,7 @@ def test_async_functions_and_further_arguments_of_a_trainer() -> None:
         return [1.0] * len(completions)
 
     rewards = only_for(later, "code", column="kind")(
-        completions=["a", "b"], kind=["text", "code"], trainer_state="state", loggers=["a logger"]
+        completions=["a", "b"], kind=["text", "".join(["co", "de"])], trainer_state="state", loggers=["a logger"]
     )
     assert asyncio.run(rewards) == [None, 1.0]  # type: ignore[arg-type]
 

@@ -108,8 +108,10 @@ def test_chat_goes_through_the_models_own_template() -> None:
 
 
 def test_max_length_keeps_the_completion() -> None:
-    reward = RewardModel(make_decoder(), make_tokenizer(), max_length=3)
+    tokenizer = make_tokenizer()
+    reward = RewardModel(make_decoder(), tokenizer, max_length=3)
     assert reward(["a b c d"], [" good bad"]) == pytest.approx(reward(["d"], [" good bad"]), abs=1e-5)
+    assert tokenizer.truncation_side == "right", "the caller's stays as it is"
 
 
 def test_a_path_gives_model_tokenizer_and_name(tmp_path: Path) -> None:

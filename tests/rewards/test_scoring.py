@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from grpo_fused.rewards import RewardError, built_in
+from grpo_fused.rewards.calling import arguments_for
 from grpo_fused.trainer.scoring import reward_names, score_completions
 
 ROWS = [{"prompt": "p0", "answer": "1"}, {"prompt": "p1", "answer": "2"}]
@@ -57,10 +58,16 @@ def test_chat_formatted_completions_and_prompts() -> None:
         pytest.param(lambda answer, completion_ids: [1.0] * len(answer), id="columns-only"),
         pytest.param(functools.partial(lambda scale, completions: [scale] * len(completions), 1.0), id="partial"),
         pytest.param(lambda completions, level=1.0: [level] * len(completions), id="default"),
+        pytest.param(lambda *, completions: [1.0] * len(completions), id="keyword-only"),
     ],
 )
 def test_a_function_without_columns_gets_its_parameters(function: Any) -> None:
     assert score(function) == [1.0, 1.0]
+
+
+def test_a_callable_without_a_signature_gets_the_whole_batch() -> None:
+    batch = {"prompts": ["p"], "answer": ["1"]}
+    assert arguments_for("mine", dict, batch) == batch
 
 
 def test_functions_cannot_change_each_others_input() -> None:
@@ -98,6 +105,8 @@ def test_an_error_in_a_library_has_the_line_that_called_it() -> None:
 
     with pytest.raises(RewardError, match=rf"raised JSONDecodeError: .* \({__file__}:\d+\)$"):
         score(parses)
+    with pytest.raises(RewardError, match=rf"\({__file__}:{parses.__code__.co_firstlineno + 1}\)$"):
+        score(lambda **_: parses())
     with pytest.raises(RewardError, match=r"raised TypeError: .* \(.*json.__init__.py:\d+\)$"):
         score(functools.partial(json.loads, "no"))
 

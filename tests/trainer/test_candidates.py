@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,6 +167,10 @@ def test_sets_of_vllm() -> None:
     assert sets.offsets.tolist() == [0, 2, 3]
     with pytest.raises(RuntimeError, match=r"probabilities of 1 at token 1 of a completion sum to 0\.5000\. Set top_k"):
         candidates_of(completion({3: 0.0}, {4: half}))
+    for wrong, said in (({3: math.log(0.99)}, "0.9900"), ({3: 0.0, 4: half}, "1.5000"), ({3: math.nan}, "do not")):
+        with pytest.raises(RuntimeError, match=f"the probabilities of .* at token 0 .* {said}"):
+            candidates_of(completion(wrong))
+    assert len(candidates_of(completion({3: math.log(0.9995)}))) == 1
     masked = SimpleNamespace(token_ids=[4, 3], sampling_mask=SimpleNamespace(token_ids=[[4, 7], [3]]))
     sets = candidates_of(masked)
     assert (sets.ids.tolist(), sets.offsets.tolist()) == ([4, 7, 3], [0, 2, 3])

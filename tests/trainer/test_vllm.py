@@ -19,7 +19,7 @@ from trainer.small_trainer import count_ones
 from examples.arithmetic.model import build_tokenizer
 from grpo_fused import GRPOLossConfig
 from grpo_fused.rollouts.errors import DivergedError
-from grpo_fused.rollouts.vllm import SyncError, log, named_weights
+from grpo_fused.rollouts.vllm import SyncError, _pack_tied_head, log, named_weights
 from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, Sampling, VLLMEngine, roll_out
 from grpo_fused.trainer.prompts import PromptError
 
@@ -106,34 +106,38 @@ def synced_engine(**options: Any) -> VLLMEngine:
 
 
 def test_completions_come_with_the_log_probs_of_their_sampling(vllm: Any) -> None:
-    engine = synced_engine(max_model_len=64)
+    engine = synced_engine(max_model_len=64, gpu_memory_utilization=0.4)
     sampling = Sampling(
         num_generations=2,
         max_completion_length=8,
         temperature=0.7,
+        repetition_penalty=1.1,
         eos_token_ids=(1,),
         stop_strings=("x",),
-        seed=3,
+        seed=2**31 - 1,
     )
     rollout = roll_out(engine, [[3, 4], [3]], sampling)
     assert vllm.calls["prompts"] == [{"prompt_token_ids": [3, 4]}, {"prompt_token_ids": [3]}]
     asked, other = map(vars, vllm.calls["parameters"])
-    assert other == asked | {"seed": 5}  # two completions later
+    assert other == asked | {"seed": 1}  # two completions later, of 2**31 seeds
     expected = {
         "n": 2,
         "max_tokens": 8,
         "temperature": 0.7,
+        "repetition_penalty": 1.1,
         "top_p": 1.0,
         "top_k": -1,
         "logprobs": 0,
         "stop_token_ids": [1],
-        "seed": 3,
+        "seed": 2**31 - 1,
     }
     assert expected.items() <= asked.items()
     assert asked["stop"] == ["x"]
     assert asked["include_stop_str_in_output"]
+    assert asked["detokenize"]
     assert not asked["skip_special_tokens"]  # vLLM would not see a stop string that is one
-    assert vllm.calls["options"]["logprobs_mode"] == "processed_logprobs"  # those after the temperature
+    options = {"logprobs_mode": "processed_logprobs", "load_format": "dummy", "gpu_memory_utilization": 0.4}
+    assert options.items() <= vllm.calls["options"].items()  # log-probs after the temperature
     assert rollout.completions() == [[5, 1], [6, 7, 1]] * 2
     assert rollout.sampling_logps is not None
     torch.testing.assert_close(rollout.sampling_logps[:2], torch.tensor([[-0.5, -0.1, 0.0], [-0.6, -0.7, -0.1]]))
@@ -150,7 +154,7 @@ def test_exact_log_probs_are_asked_for_during_a_rollout(vllm: Any) -> None:
     module, _, name = vllm.calls["options"]["worker_extension_cls"].rpartition(".")
     assert callable(getattr(import_module(module), name).score_exactly)
     engine.generate([[3]], Sampling(num_generations=2, max_completion_length=8, temperature=0.7))
-    engine.generate([[3]], Sampling(num_generations=2, max_completion_length=8, greedy=True))
+    engine.generate([[3]], Sampling(num_generations=2, max_completion_length=8, temperature=0.7, greedy=True))
     temperatures = [call[1]["temperature"] for call in vllm.calls["rpc"] if call[0] == "score_exactly"]
     assert temperatures == [0.7, 1.0]
     assert vllm.calls["rpc"][1:3] == ["generate", ("score_as_vllm", None)]
@@ -219,6 +223,7 @@ def test_an_engine_whose_log_probs_are_not_the_policys_is_refused(vllm: Any) -> 
     with pytest.raises(SyncError, match="log-probs of 4 tokens differ by .* nats on average .at most 0.0005"):
         engine.sync_weights(model)
     assert vllm.calls["resets"] == 1
+    assert vllm.calls["applied"] is _pack_tied_head
     assert vllm.calls["loaded"].keys() == dict(model.named_parameters()).keys()
     with pytest.raises(RuntimeError, match="sync_weights must be called before generate"):
         engine.generate([[3]], Sampling(num_generations=1, max_completion_length=8))
@@ -250,6 +255,7 @@ HALF = {"dtype": torch.bfloat16}
     [
         ({}, torch.float32, 2e-4, None),
         ({}, torch.float32, 1e-3, "0.0005"),
+        ({}, torch.float32, float("nan"), "0.0005"),
         ({}, torch.bfloat16, 0.1, None),  # the policy rounds
         ({}, "autocast", 0.1, None),
         ({"dtype": torch.float16}, torch.float32, 0.01, None),
@@ -279,6 +285,21 @@ def test_log_probs_may_differ_by_what_the_dtypes_round(
     else:
         with pytest.raises(SyncError, match=rf"of 1[0-9]+ tokens differ by .* nats .*\(at most {bound}, max_logprob_"):
             engine.sync_weights(model)
+
+
+def test_all_tokens_of_a_small_vocabulary_are_compared(vllm: Any) -> None:
+    vllm.calls["vocab_size"] = 10
+    model, engine = build_small_model(10), VLLMEngine("folder")
+    engine.llm.generate = answers_of(engine, model, 0.0)
+    engine.sync_weights(model)
+
+
+def test_several_processes_have_an_engine_each(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_fused.rollouts.vllm.PartialState", lambda cpu: SimpleNamespace(num_processes=2))
+    VLLMEngine("folder")
+    assert vllm.calls["options"]["distributed_executor_backend"] == "external_launcher"
+    VLLMEngine("folder", distributed_executor_backend="uni")
+    assert vllm.calls["options"]["distributed_executor_backend"] == "uni"
 
 
 def test_a_policy_with_another_vocabulary_is_refused(vllm: Any) -> None:
@@ -335,7 +356,9 @@ def test_adapters_that_vllm_cannot_have_are_refused() -> None:
     with pytest.raises(ValueError, match="must be LoRA .*prompt_encoder.default is a peft.tuners.prompt_tuning"):
         dict(named_weights(model))
     model = get_peft_model(build_small_model(21, tied=True), LoraConfig(r=2, target_modules="all-linear"))
-    assert "model.embed_tokens.weight" in dict(named_weights(model))
+    weights = [name for name, _ in named_weights(model)]
+    assert "model.embed_tokens.weight" in weights
+    assert "lm_head.weight" not in weights
 
 
 def test_adapters_on_two_tensors_of_the_experts_are_merged() -> None:
@@ -406,6 +429,7 @@ def test_a_temperature_that_vllm_raises_is_refused(vllm: Any) -> None:
     with pytest.raises(ValueError, match="temperature must be at least 0.01 where vLLM samples.*got 0.005"):
         engine.generate([[3]], Sampling(num_generations=2, max_completion_length=8, temperature=0.005))
     engine.generate([[3]], Sampling(num_generations=2, max_completion_length=8, temperature=0.01))
+    engine.generate([[3]], Sampling(num_generations=1, max_completion_length=8, temperature=0.005, greedy=True))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,8 +439,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_vllm_cannot_do_is_refused(vllm: Any) -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1: .*; got 2"):
-        VLLMEngine("folder", tensor_parallel_size=2)
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        with pytest.raises(ValueError, match=f"{name} must be 1: .*; got 2"):
+            VLLMEngine("folder", **{name: 2})
     vllm.__version__ = "0.31.1"
     with pytest.raises(ImportError, match=r"vllm must be 0.32 or newer; got 0.31.1"):
         VLLMEngine("folder")
@@ -495,12 +520,13 @@ def test_a_repetition_penalty_is_refused_before_the_first_rollout(
 def test_truncated_sampling_requests_the_tokens_that_were_kept(vllm: Any) -> None:
     """The test double returns two tokens of many: no candidate set."""
     sampling = Sampling(num_generations=1, max_completion_length=8, top_p=0.9, eos_token_ids=(1,))
-    for vocab_size, asked in ((50_000, 1024), (21, 21)):
+    for vocab_size, top_k, asked in ((50_000, 0, 1024), (50_000, 1000, 1024), (50_000, 5, 26), (21, 0, 21)):
         vllm.calls["vocab_size"] = vocab_size
         with pytest.raises(RuntimeError, match="must return all tokens that could be sampled"):
-            synced_engine().generate([[3]], sampling)
+            synced_engine().generate([[3]], replace(sampling, top_k=top_k))
         assert vllm.calls["parameters"][0].logprobs == asked
     assert vllm.calls["options"]["max_logprobs"] == 1024
+    assert synced_engine(exact_logprobs=True).generate([[3]], sampling).candidates is not None  # checked by the plugin
 
 
 @pytest.fixture
@@ -550,12 +576,13 @@ def test_a_sync_is_compared_without_masks(vllm: Any) -> None:
     answers = answers_of(engine, model, 0.0)
 
     def generate(prompts: Any, sampling_params: Any, use_tqdm: bool) -> Any:
-        asked.append((sampling_params[0].temperature, vllm.calls["sampler"].return_sampling_mask))
+        (given,) = sampling_params
+        asked.append((given.temperature, given.ignore_eos, vllm.calls["sampler"].return_sampling_mask))
         return answers(prompts, sampling_params, use_tqdm)
 
     engine.llm.generate = generate
     engine.sync_weights(model)
-    assert asked == [(0.0, False)]
+    assert asked == [(0.0, True, False)]
     assert not engine.llm.model_config.return_sampling_mask
     assert engine.masks
 

@@ -106,9 +106,9 @@ def test_sampled_tokens_get_exact_log_probs() -> None:
 
 
 def test_log_probs_before_temperature_stay_before_it() -> None:
-    worker, (lm_head, states) = Worker(LogitsProcessor(scale=0.5), logprobs_mode="raw_logprobs"), head()
+    worker, (lm_head, states) = Worker(LogitsProcessor(scale=0.5), logprobs_mode="raw_logprobs"), head(V)
     worker.score_exactly(temperature=0.7, truncated=True)
-    worker.score_exactly(temperature=0.6)  # in place of the first
+    worker.score_exactly(temperature=0.6, truncated=True)  # in place of the first
     found = worker.step(table_of([[5], [7], [0]], [[-1.0], [-1.0], [-1.0]]), lm_head, states)
     exact = fused_linear_logprobs(states, lm_head.weight[:V], torch.tensor([5, 7, 0]), logit_scale=0.5).logps
     assert torch.equal(found.logprobs[:, 0], exact)
