@@ -57,3 +57,8 @@ def test_checksums_are_numbers_that_a_collective_can_send():
     assert checksum(None, None) == 0
     huge = checksum(torch.full((1000,), torch.finfo(torch.float64).max, dtype=torch.float64), None)
     assert torch.tensor(huge, dtype=torch.int64) == huge
+
+
+def test_checksums_see_the_last_bit():
+    one = torch.ones(3, dtype=torch.float64)
+    assert checksum(one, None) != checksum(one.nextafter(2 * one), None)

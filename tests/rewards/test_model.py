@@ -87,7 +87,7 @@ def test_batches_equal_single_calls_of_the_model(make: Any, cls: bool, batch_siz
 def test_texts_that_end_with_eos_are_read_to_their_end() -> None:
     """Padded with EOS, as is usual, a batch would read one token earlier than the model alone."""
     model, tokenizer = make_decoder(), make_tokenizer()
-    texts = ["a <eos>", "b c d <eos>", "<pad> <pad>"]
+    texts = ["a <eos>", "b <unk> d <cls>", "a <pad>"]  # the first four tokens: none is free as the pad
     alone = [model.eval()(input_ids=tokenizer(t, return_tensors="pt").input_ids).logits.item() for t in texts]
     assert RewardModel(model, tokenizer)(["", "", ""], texts) == pytest.approx(alone, abs=1e-5)
 
@@ -112,6 +112,13 @@ def test_max_length_keeps_the_completion() -> None:
     reward = RewardModel(make_decoder(), tokenizer, max_length=3)
     assert reward(["a b c d"], [" good bad"]) == pytest.approx(reward(["d"], [" good bad"]), abs=1e-5)
     assert tokenizer.truncation_side == "right", "the caller's stays as it is"
+
+
+def test_scores_keep_no_graph() -> None:
+    model, recorded = make_decoder(), []
+    model.register_forward_hook(lambda *_: recorded.append(torch.is_grad_enabled()))
+    RewardModel(model, make_tokenizer())(["a"], ["b"])
+    assert recorded == [False]
 
 
 def test_a_path_gives_model_tokenizer_and_name(tmp_path: Path) -> None:
@@ -154,8 +161,9 @@ def test_wrong_models_say_what_was_expected(tmp_path: Path) -> None:
         RewardModel(make_decoder(num_labels=2), tokenizer)
     with pytest.raises(ValueError, match="as object needs its tokenizer; got None"):
         RewardModel(make_decoder())
-    with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
-        RewardModel(make_decoder(), tokenizer, batch_size=0)
+    for name in ("batch_size", "max_length"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):
+            RewardModel(make_decoder(), tokenizer, **{name: 0})  # type: ignore[arg-type]
     causal = Qwen2ForCausalLM(make_decoder().config)
     with pytest.raises(ValueError, match=r"logits of shape \(1, 1\), .* got \(1, 2, 12\): is it a sequence-class"):
         RewardModel(causal, tokenizer)(["a"], [" b"])

@@ -27,6 +27,7 @@ from grpo_fused.rewards import text_of
             id="parts",
         ),
         pytest.param([], "", id="no-message"),
+        pytest.param(({"role": "assistant", "content": "a"},), "a", id="tuple"),
     ],
 )
 def test_text_of(given: object, expected: str) -> None:
@@ -40,6 +41,7 @@ def test_text_of(given: object, expected: str) -> None:
         pytest.param({"role": "assistant", "content": "a"}, "expected a str or a list .*; got dict", id="bare-message"),
         pytest.param(["a"], """mapping with "role" and "content"; got 'a'""", id="texts"),
         pytest.param([{"content": "a"}], 'mapping with "role" and "content"; got', id="no-role"),
+        pytest.param([{"role": "assistant"}], 'mapping with "role" and "content"; got', id="no-content"),
         pytest.param([{"role": "assistant", "content": 7}], "must be a str or a list of parts; got 7", id="number"),
     ],
 )

@@ -45,7 +45,7 @@ def test_a_row_brings_its_verifier() -> None:
     completions = ["<answer> 12 </answer>", "<answer>7</answer>", "12", "<answer>12</answer>", "x"]
     verifiers: list[Any] = ["12".__eq__, "12".__eq__, "12".__eq__, lambda answer: 0.25, None]
     assert score_answer_reward(completions, verifiers) == [1.0, 0.0, 0.0, 0.25, None]
-    assert score_answer_reward(completions[2:3], verifiers[2:3], tagged=False) == [1.0]
+    assert score_answer_reward([" 12\n"], verifiers[2:3], tagged=False) == [1.0]
     with pytest.raises(TypeError, match="must hold functions or None; got str"):
         score_answer_reward(["<answer>1</answer>"], ["1"])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="tagged must be True or False; got 'no'"):

@@ -127,6 +127,8 @@ def test_truncated_log_probs_are_renormalised_over_what_was_kept() -> None:
     assert found.logprobs[:2, 0].tolist() == exact[:2].tolist()
     assert found.logprobs[1].tolist() == [0.0, 0.0, none]
     assert found.logprobs[2, 0].isnan()  # the rest of its set was not returned
+    found = worker.step(table_of(columns, [[half, 0.0, half], [0.0, 0.0, none], [0.0, none, none]]), lm_head, states)
+    assert found.logprobs[:, 0].isnan().tolist() == [True, False, False]  # sums of 1.5, 1 and 1
 
 
 @pytest.mark.parametrize(
