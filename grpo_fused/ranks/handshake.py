@@ -180,4 +180,4 @@ def checksum(x: Tensor | None, mask: Tensor | None) -> int:
     if mask is not None and mask.shape == x.shape:
         values = torch.where(mask != 0, values, 0.0)
     bits = values.reshape(-1).contiguous().view(torch.int64)
-    return int((bits * (2 * torch.arange(len(bits), device=x.device) + 1)).sum()) >> 1
+    return int((bits * (2 * torch.arange(len(bits), device=x.device) + 1)).sum())
