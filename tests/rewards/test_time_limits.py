@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import pytest
+from guards import hang_guard
 
 from grpo_fused.rewards import RewardError
 from grpo_fused.trainer.scoring import score_completions
@@ -221,9 +222,8 @@ def test_an_async_function_that_ends_in_what_is_no_exception(error: BaseExceptio
     async def fine(**_: Any) -> list[float]:
         return [1.0, 1.0]
 
-    with pytest.raises(
-        RewardError, match=f"'leaves' raised .*{'' if type(error) is asyncio.CancelledError else error.args[0]}"
-    ):
+    text = "" if type(error) is asyncio.CancelledError else error.args[0]
+    with hang_guard(), pytest.raises(RewardError, match=f"'leaves' raised .*{text}"):
         score(timeout, leaves=leaves)
     assert score(5.0, fine=fine) == [[1.0], [1.0]]
 
