@@ -43,7 +43,8 @@ def math_accuracy_reward(
         solution: The same under its other usual name, read if there is no `answer`.
         accept_expressions: An expression counts as its value; for questions without one. Needs math-verify.
         use_math_verify: True requires it, False does not use it, None uses it if it is installed.
-        seconds: The time limit of one comparison in math-verify, after which the answer is wrong.
+        seconds: The limit of one comparison in math-verify, in seconds of processor time, after which the answer is
+            wrong. (Windows: of time.)
         total_seconds: The time that all comparisons of a call may take there, so that a policy which writes hostile
             formulas cannot stop the training; the remaining samples are then not judged.
         **columns: prompts and the other columns of the data set, unused.

@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -20,13 +21,15 @@ from pathlib import Path
 
 _MAX_CHARACTERS = 300  # of an answer; formulas are shorter
 _START_SECONDS = 120.0  # importing SymPy takes one, many on a loaded machine with a cold disk
-_GRACE_SECONDS = 2.0  # the worker's own limit acts first
+_GRACE_SECONDS = 2.0
+# The worker's own limit, of processor time, acts first: a right answer must not be wrong because the machine is busy.
+_SHARE_OF_A_CORE = 0.1 if hasattr(signal, "setitimer") else 1.0
 # A number to the power of a number to the power of a number: never an answer, and it would end the worker.
 _TOWER = re.compile(r"[0-9)}]\s*(?:\^|\*\*)\s*[{(]*\s*[0-9]+\s*(?:\^|\*\*)")
 
 
 def equal(reference: str, answer: str, seconds: float) -> bool:
-    """Whether math-verify finds the two equal; False if it cannot parse them or decide in `seconds`."""
+    """Whether math-verify finds the two equal; False if it cannot parse them or decide in `seconds` of work."""
     if max(len(reference), len(answer)) > _MAX_CHARACTERS or _TOWER.search(answer):
         return False
     return _ask(reference, answer, seconds)
@@ -35,7 +38,7 @@ def equal(reference: str, answer: str, seconds: float) -> bool:
 @functools.lru_cache(maxsize=4096)  # samples of a group often have the same answer, also a wrong one
 def _ask(reference: str, answer: str, seconds: float) -> bool:
     with _lock:
-        return _worker().ask(reference, answer, seconds) == "equal"
+        return _worker().ask(reference, answer, seconds, seconds / _SHARE_OF_A_CORE + _GRACE_SECONDS) == "equal"
 
 
 class _Worker:
@@ -54,16 +57,20 @@ class _Worker:
             encoding="utf-8",
             start_new_session=True,  # Ctrl-C ends training after its step, which still asks
         )
-        answer = self.ask("1", "2", _START_SECONDS)  # waits for the imports, which must not count as a user's time
+        # waits for the imports, which must not count as a user's time
+        answer = self.ask("1", "2", _START_SECONDS, _START_SECONDS)
         if answer != "different":
             raise RuntimeError(f"math-verify could not be started: {answer or 'its process ended or gave no sign'}")
 
-    def ask(self, reference: str, answer: str, seconds: float) -> str:
-        """Its answer, "equal" or "different". After anything else, or "" if none came in time, the process is ended."""
+    def ask(self, reference: str, answer: str, seconds: float, wait: float) -> str:
+        """Its answer, "equal" or "different", of at most `seconds` of work, in `wait` seconds.
+
+        After anything else, or "" if none came in time, the process is ended.
+        """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         line = ""
-        limit = threading.Timer(seconds + _GRACE_SECONDS, self.process.kill)  # Windows has no timeout for a pipe
+        limit = threading.Timer(wait, self.process.kill)  # Windows has no timeout for a pipe
         try:
             limit.start()
             with contextlib.suppress(OSError):

@@ -22,9 +22,9 @@ def limit_memory() -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """After `seconds` the process ends, in any code and also without a parent (Unix); 0: no limit."""
+    """After `seconds` of its processor time the process ends, in any code (Unix); 0: no limit."""
     if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def main() -> None:

@@ -286,6 +286,35 @@ def test_a_worker_that_does_not_answer_is_replaced(how: str) -> None:
     assert math_verifier._worker() is not worker
 
 
+def test_the_limit_of_a_worker_is_of_processor_time() -> None:
+    """A wait does not count, so what other programs do makes no right answer wrong."""
+    program = """
+        import time
+        from grpo_fused.rewards.math_worker import limit_time
+        limit_time(0.2)
+        time.sleep(0.5)
+        print("waited", flush=True)
+        while True:
+            pass
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "waited\n"
+    assert done.returncode == -signal.SIGPROF
+
+
+def test_a_worker_may_wait_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("math_verify")
+    assert math_accuracy_reward([r"\boxed{x^3}"], ["xxx"]) == [1.0]
+    monkeypatch.setattr(math_verifier, "_GRACE_SECONDS", 0.0)
+    worker = math_verifier._worker().process
+    worker.send_signal(signal.SIGSTOP)
+    threading.Timer(1.5, worker.send_signal, [signal.SIGCONT]).start()
+    with hang_guard():
+        assert math_accuracy_reward([r"\boxed{(x+3)^2}"], ["x^2+6x+9"], seconds=1.0) == [1.0]
+
+
 def test_a_call_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the time is used up, the rest is not judged; numbers still are."""
     monkeypatch.setattr(math_accuracy.math_verifier, "equal", lambda *_: time.sleep(0.3) or False)
