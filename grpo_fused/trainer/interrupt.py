@@ -23,7 +23,11 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+            # None: a handler that is not of Python, which nothing can put back
+            self._before = {
+                number: signal.signal(number, self._handle) or signal.SIG_DFL
+                for number in (signal.SIGINT, signal.SIGTERM)
+            }
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -32,8 +36,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a fork, as a reward may use for a program that it runs
-            before = self._before[number]
-            signal.signal(number, signal.SIG_DFL if before is None else before)
+            signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)
             return
         if self.requested and number == signal.SIGINT:

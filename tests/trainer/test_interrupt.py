@@ -46,6 +46,21 @@ def test_a_second_sigterm_does_not_interrupt_the_step() -> None:
         assert request.requested == signal.SIGTERM
 
 
+def test_a_handler_that_is_not_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`signal.signal` returns None for it, and does not take None."""
+    real = signal.signal
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", lambda *arguments: real(*arguments) and None)
+            request = StopRequest().__enter__()
+        request.__exit__()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_fork_has_the_handler_of_before() -> None:
     """One that was set before the run, as for a program that cleans up."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))

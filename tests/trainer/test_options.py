@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from grpo_fused import GRPOLossConfig, group_advantages
+from grpo_fused.rollouts.huggingface import HuggingFaceEngine
 from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, NonFiniteError, ObjectiveOptions
 from grpo_fused.trainer.recipe import LoRA, with_adapter
 from grpo_fused.trainer.setup import adamw
@@ -359,6 +360,14 @@ def test_numbers_are_of_the_type_of_their_option() -> None:
     """transformers takes no temperature of 2."""
     config = GRPOTrainerConfig(temperature=2, repetition_penalty=2)
     assert (repr(config.temperature), repr(config.repetition_penalty)) == ("2.0", "2.0")
+
+
+def test_the_engine_samples_in_the_batches_that_were_asked_for(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows
+) -> None:
+    engine = make_trainer(model, tokenizer, rows, generation_batch_size=3).sampler.engine
+    assert isinstance(engine, HuggingFaceEngine)
+    assert engine.batch_size == 3
 
 
 def test_one_reward_function_needs_no_list(

@@ -134,7 +134,7 @@ def test_metrics_are_written_one_line_a_step(
     assert [line["step"] for line in lines if "accuracy" in line] == [0, 2, 3]
     expected = {
         "reward", "rewards/format_reward", "rewards/exact_answer_reward", "kl", "entropy", "clip_ratio/region_mean",
-        "completion_length", "loss", "grad_norm", "zero_std_groups", "seconds",
+        "completion_length", "loss", "grad_norm", "zero_std_groups", "seconds", "epoch",
     }  # fmt: skip
     assert all(expected <= set(line) for line in lines[1:])
 
