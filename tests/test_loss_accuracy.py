@@ -18,9 +18,9 @@ from helpers import (
     make_config,
     rounding_error_of_gradients,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_fused import GRPOLossConfig, HeadAdapter, fused_linear_divergence, fused_linear_logprobs
-from grpo_fused.api import composed
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.products import has_fp32_output, ieee_products
@@ -195,23 +195,29 @@ def test_the_padding_of_dlogits_is_0(vocab, monkeypatch):
     assert all(seen)
 
 
-def test_low_rank_products_are_ieee(monkeypatch):
-    """h A^T is made by plain torch, before the engines' own products."""
-    before, seen, plain = torch.get_float32_matmul_precision(), [], composed.dropout
+def test_low_rank_products_are_ieee():
+    """h A^T, dA and its part of dH are products of plain torch, outside of the engines; also under autocast."""
+    seen = []
 
-    def dropout(*given):
-        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
-        return plain(*given)
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, given=(), options=None):
+            if function is torch.ops.aten.mm.default:
+                seen.append((given[0].dtype, torch.backends.mkldnn.matmul.fp32_precision))
+            return function(*given, **(options or {}))
 
-    monkeypatch.setattr(composed, "dropout", dropout)
-    adapter = HeadAdapter(torch.zeros(2, 8), torch.zeros(11, 2), 1.0)
+    before = torch.get_float32_matmul_precision()
+    hidden, a = torch.zeros(3, 8, requires_grad=True), torch.zeros(2, 8, requires_grad=True)
+    adapter = HeadAdapter(a, torch.zeros(11, 2), 1.0)
     torch.set_float32_matmul_precision("high")
     try:
-        fused_linear_logprobs(torch.zeros(3, 8), torch.zeros(11, 8), torch.zeros(3).long(), lm_head_adapter=adapter)
+        with Recording():
+            out = fused_linear_logprobs(hidden, torch.zeros(11, 8), torch.zeros(3).long(), lm_head_adapter=adapter)
+            with torch.autocast("cpu", torch.bfloat16):
+                out.logps.sum().backward()
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
-    assert seen == ["ieee"]
+    assert seen == [(torch.float32, "ieee")] * 3
 
 
 def test_bf16_is_widened_on_processors_without_bf16_products():

@@ -1,8 +1,8 @@
 """Heads of several parts as one product.
 
 An adapter adds u B^T to the logits, u = scale * dropout(h) A^T. The engines multiply hidden states [h, u] by the weight
-[W, B]: W is frozen (`LMHead.base`), and only B gets a gradient there. u is made by plain torch, whose autograd makes
-dA, and dH of the low-rank part.
+[W, B]: W is frozen (`LMHead.base`), and only B gets a gradient there. u, dA and the low-rank part of dH are products
+of plain torch.
 
 A narrow product would round u and B to 8 bits, which costs the log-probs 1e-3 nats. So they are taken as two terms
 each, u = u' + u'' and B = B' + B'': u B^T = u' B''^T + u' B'^T + u'' B'^T to 16 bits. Those of u are made here, those
@@ -12,7 +12,7 @@ of B block by block in the engines (`LMHead.weight_columns`). `native` adds up t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,9 +56,9 @@ def composed(
     states, kept = hidden_states.to(compute), hidden_states
     if mask is not None:  # a masked state may be anything, also NaN, which 0 does not remove from dA
         kept = torch.where(active_tokens(mask, mask).unsqueeze(-1), hidden_states, 0.0)
-    ieee = nullcontext() if torch.compiler.is_compiling() else ieee_products()  # a context that Dynamo cannot trace
-    with torch.autocast(hidden_states.device.type, enabled=False), ieee:
-        low_rank = torch.cat([x.scale * (dropout(kept.to(wide), x.dropout) @ x.a.to(wide).T) for x in adapters], dim=-1)
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        parts = [(x.scale, dropout(kept.to(wide), x.dropout), x.a.to(wide)) for x in adapters]
+        low_rank = torch.cat([scale * _product(states, a) for scale, states, a in parts], dim=-1)
         columns = adapters[0].b  # not a copy, where a single one is held by the dtype of sums
         if len(adapters) > 1 or torch.promote_types(columns.dtype, wide) != wide:
             columns = torch.cat([x.b.to(wide) for x in adapters], dim=1)
@@ -72,3 +72,27 @@ def composed(
         states = states.to(wide)
     head = head._replace(weight=columns, base=weight, row_scale=scale, terms=len(terms))
     return head, torch.cat([states, *terms], dim=-1)
+
+
+def _product(x: Tensor, a: Tensor) -> Tensor:
+    """x [..., H] times a^T, a [r, H], with any global setting of fp32 products."""
+    # Dynamo cannot trace the context
+    return x @ a.T if torch.compiler.is_compiling() else _IEEEProduct.apply(x, a)  # type: ignore[no-any-return]
+
+
+class _IEEEProduct(torch.autograd.Function):
+    """The settings at the time of `backward()` may be others than in the forward pass: TF32, or autocast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor) -> Tensor:
+        ctx.save_for_backward(x, a)
+        with ieee_products():
+            return x @ a.T
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, a = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False), ieee_products():
+            dx = upstream @ a if ctx.needs_input_grad[0] else None
+            da = upstream.flatten(0, -2).T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return dx, da
