@@ -137,6 +137,7 @@ bench: $(VENV)/.dev $(VENV)/.native  ## speed and memory of the loss and its pee
 	$(BIN)/python -m benchmarks.candidates --out $(OUT)
 	$(BIN)/python -m benchmarks.threads --rounds 3 --out $(OUT)
 	$(BIN)/python -m benchmarks.limit --rounds 3 --tokens 128 1024 --out $(OUT)
+	$(BIN)/python -m benchmarks.limit --dtype fp32 --rounds 3 --tokens 128 1024 --out $(OUT)
 	$(BIN)/python -m benchmarks.report
 
 bench-cpu: $(VENV)/.dev $(VENV)/.native  ## the CPU engines, the bare products and the peers, every case (about an hour)
