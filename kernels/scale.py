@@ -16,7 +16,7 @@ PROGRAMS = 4
 """For a multiprocessor; three fit its registers at a time, with 24 KB under way."""
 
 
-@triton.jit(do_not_specialize_on_alignment=["factor_ptr"])
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["factor_ptr"])
 def scale_bwd_kernel(x_ptr, factor_ptr, count, blocks, BLOCK: tl.constexpr):
     """x *= factor, which is on the device: reading it on the host would wait."""
     factor = tl.load(factor_ptr).to(tl.float32)
