@@ -194,14 +194,21 @@ def test_one_chunk_waits_for_the_ranks_at_a_time():
 
 
 @pytest.mark.parametrize("impl", ENGINES)
-def test_candidate_sets_in_one_slice(impl, workers):
-    """Sets of half the vocabulary, of which two of three ranks have nothing."""
+@pytest.mark.parametrize("how", ["sets", "bias"])
+def test_a_vocabulary_in_one_slice(how, impl, workers):
+    """Sets of half the vocabulary, or a bias of -inf for the rest: two of three ranks have nothing."""
     dtype, tol = PRECISION[impl]
-    case = make_case(1, **(OPTIONS | {"softcap": 4.0}))
-    case = replace(case, completion_ids=case.completion_ids % 15)
     kept = torch.arange(29) < 15
-    sets = CandidateSets.from_mask(kept.repeat(case.completion_ids.numel(), 1))
-    case = replace(case, options=case.options | {"candidates": sets}).to(dtype)
+    if how == "sets":
+        case = make_case(1, **(OPTIONS | {"softcap": 4.0}))
+        options = {"candidates": CandidateSets.from_mask(kept.repeat(case.completion_ids.numel(), 1))}
+    else:
+        case = make_case(1, **OPTIONS)
+        options = {"lm_head_bias": OPTIONS["lm_head_bias"].masked_fill(~kept, -torch.inf)}
+    ids = case.completion_ids % 15
+    if how == "bias":
+        ids[0, 0] = 20  # a token that is impossible
+    case = replace(case, completion_ids=ids, options=case.options | options).to(dtype)
     config = make_config("dapo", entropy_coef=2.0)
     want = case.to(torch.float64).run(config, impl="reference")
     sizes = [15, 3, 11]
