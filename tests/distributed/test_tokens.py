@@ -9,6 +9,8 @@ from distributed.jobs import columns_of, custom_loss, other_inputs, rows_of, tok
 from distributed.test_vocab import close
 from helpers import PRECISION, config_id, make_case, make_config
 
+from grpo_fused.ranks import parallel
+
 ENGINES = ["chunked", "native", "triton"]
 CONFIGS = [
     make_config("dapo", beta=0.1),
@@ -127,3 +129,16 @@ def test_a_custom_objective(how, impl, workers):
 def test_inputs_of_a_custom_objective_are_compared(workers):
     for error in workers.run(other_inputs, 2, make_case(5).to(torch.float32)):
         assert error.startswith("all ranks of a process group must give the same advantages; got rank 0: "), error
+
+
+def test_ranks_agree_on_what_an_advantage_is_for(monkeypatch):
+    """A rank with one token a sequence may mean either."""
+    monkeypatch.setattr(parallel.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(parallel, "device_of", lambda group: torch.device("cpu"))
+
+    def ranks(*kinds):
+        return parallel.TokenParallel(None, [[4, 2, kind] for kind in kinds], split=False)
+
+    assert [ranks(*kinds).advantage_per_token for kinds in ((1, 2), (0, 2), (2, 2))] == [True, False, False]
+    with pytest.raises(ValueError, match="on all ranks; got rank 0: sequence, rank 1: token, rank 2: either"):
+        ranks(0, 1, 2)
