@@ -162,7 +162,7 @@ class Entries(NamedTuple):
     rows: Tensor
     """[E] int64, ascending"""
     ids: Tensor
-    """[E] int64: columns"""
+    """[E] int64: columns; others are another rank's (`Tokens.own_entries`)"""
     values: Tensor
     """[E] dL/d(product)"""
 

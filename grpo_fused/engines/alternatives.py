@@ -128,8 +128,8 @@ class Alternatives:
             capped = (logp + stats.log_sum[row] + stats.max[row]) * transform.temperature / transform.softcap
             dz = dz * (1.0 - capped.square())
         dz = dz * transform.logit_scale / transform.temperature
-        here = (ids >= 0) & (ids < head.vocab_size) & tokens.mask[rows[row]]
-        return total.to(dlogp.dtype), Entries(row[here], ids[here], dz[here].to(dlogp.dtype))
+        active = tokens.mask[rows[row]]
+        return total.to(dlogp.dtype), Entries(row[active], ids[active], dz[active].to(dlogp.dtype))
 
     def _z(self, rows: Tensor) -> Tensor:
         """[m] of the alternatives of `rows` that this head has, 0 for others."""

@@ -15,7 +15,7 @@ from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import active_tokens, blocks
 from grpo_fused.engines import products
-from grpo_fused.kernels.row_types import Coefficients, Statistics, Transform
+from grpo_fused.kernels.row_types import Coefficients, Entries, Statistics, Transform
 from grpo_fused.objective.batch import TokenBatch
 from grpo_fused.objective.formulas import Objective, evaluate
 from grpo_fused.ranks.parallel import VocabParallel
@@ -97,6 +97,13 @@ class Tokens(NamedTuple):
     def gradient_targets(self, rows: Tensor, targets: Tensor) -> Tensor:
         """[K] int64: `target_rows`, -1 where the target is another rank's: this head has no entry for it."""
         return targets if self.vocab is None else torch.where(self.vocab.owned[rows] | ~self.mask[rows], targets, -1)
+
+    def own_entries(self, entries: Entries, vocab_size: int) -> Entries:
+        """Those of this head's `vocab_size` tokens: ranks know all, so that they agree on the rows with a gradient."""
+        if self.vocab is None:
+            return entries
+        own = (entries.ids >= 0) & (entries.ids < vocab_size)
+        return Entries(*(x[own] for x in entries))
 
     @property
     def undecided(self) -> Tensor:

@@ -78,7 +78,8 @@ class CandidateEngine:
             coefficients = work.coefficients(block, stats)
             derivatives = self.pairs.derivatives(sets, z, stats, coefficients.dlogp, coefficients.dentropy)
             if coefficients.entries is not None:
-                _put(coefficients.entries, sets, head.vocab_size, derivatives)
+                entries = tokens.own_entries(coefficients.entries, head.vocab_size)
+                _put(entries, sets, head.vocab_size, derivatives)
             dproducts.index_copy_(0, sets.places, derivatives)
             worked += int(coefficients.any_of_row().sum())
             if hidden is not None:

@@ -131,7 +131,7 @@ class ChunkedEngine:
             wanted = logits._replace(targets=tokens.gradient_targets(taken, logits.targets))
             rows_of.gradient(wanted, coefficients, out, picked=kept)
             if coefficients.entries is not None:
-                coefficients.entries.put(out)
+                tokens.own_entries(coefficients.entries, head.vocab_size).put(out)
             slab.clear_padding(taken.shape[0])
             sums.add(taken, hidden, out, scale)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()

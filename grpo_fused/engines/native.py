@@ -136,7 +136,8 @@ class NativeEngine:
             _, dlogp, dentropy, entries = coefficients
             if entries is not None:  # the target is one of them
                 inputs = inputs._replace(targets=inputs.targets.index_fill(0, entries.rows, -1))
-                entries = _in_blocks(head, entries if len(chosen) == len(dlogp) else entries.select(chosen))
+                entries = entries if len(chosen) == len(dlogp) else entries.select(chosen)
+                entries = _in_blocks(head, tokens.own_entries(entries, head.vocab_size))
             del coefficients  # its entries would be in memory twice
             dlogp = dlogp.to(torch.float32).contiguous()
             dentropy = None if dentropy is None else dentropy.to(torch.float32).contiguous()

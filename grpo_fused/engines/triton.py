@@ -160,7 +160,7 @@ class TritonEngine:
             else:
                 head_launch.head_dlogits(hidden, weight, targets, coefficients, transform, place.values, extras=extras)
             if entries is not None:
-                entries.put(place.values)
+                tokens.own_entries(entries, head.vocab_size).put(place.values)
             sums.add(taken, hidden[:, : head.width], place.values, scale, factor)
         return Statistics.concatenate(parts, head.weight, work.with_entropy), sums.result()
 

@@ -120,6 +120,28 @@ def vocab_alternatives(rank: int, group: Any, case: Case, impl: str, sizes: list
     return {name: x.detach().double().numpy() for name, x in found.items() if x is not None}
 
 
+def vocab_differences(rank: int, group: Any, case: Case, impl: str, sizes: list[int], sets: Any) -> dict:
+    """Gradients of the sum of log-probs of alternatives, one for each token, less those of the targets."""
+    mine = of_vocabulary(case, slices(sizes)[rank])
+    found = {}
+    for what in ("objective", "logprobs"):
+        hidden = mine.hidden_states.detach().requires_grad_()
+        weight = mine.lm_head_weight.detach().requires_grad_()
+        args, common = (hidden, weight, mine.completion_ids), {"impl": impl, "process_group": group}
+        if what == "objective":
+            fused_linear_objective(*args, less_the_target, alternatives=sets, **common).loss.backward()
+        else:
+            scores = fused_linear_logprobs(*args, alternatives=sets, **common)
+            (scores.alternative_logps.sum() - scores.logps.sum()).backward()
+        found |= {f"dhidden of {what}": hidden.grad, f"dweight of {what}": weight.grad}
+    return {name: x.double().numpy() for name, x in found.items() if x is not None}
+
+
+def less_the_target(logps, entropies, *, alternative_logps, alternative_offsets):
+    """Of one alternative for each token: derivatives that cancel, so that other tokens have no gradient."""
+    return alternative_logps - logps
+
+
 def vocab_divergence(rank: int, group: Any, case: Case, sizes: list[int], other: Any, options: dict) -> dict:
     """The divergence of slices of two heads, or from a teacher's top K, and gradients."""
     part = slices(sizes)[rank]

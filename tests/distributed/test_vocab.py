@@ -12,6 +12,7 @@ from distributed.jobs import (
     slices,
     summed_in_bf16,
     vocab_alternatives,
+    vocab_differences,
     vocab_divergence,
     vocab_logprobs,
     vocab_loss,
@@ -243,6 +244,25 @@ def test_alternatives_are_those_of_the_whole_vocabulary(whole, impl, workers):
     parts = [10, 16, 3]
     want = vocab_alternatives(0, None, case, "reference", [29], others)
     for rank, got in enumerate(workers.run(vocab_alternatives, 3, case.to(dtype), impl, parts, others)):
+        for name, x in want.items():
+            expected = x[slices(parts)[rank]] if name.startswith("dweight") else x
+            close(got[name], expected, 2 * tol, f"{name} of rank {rank}")
+
+
+@pytest.mark.parametrize("impl", ENGINES)
+def test_rows_whose_gradient_is_of_another_slice(impl, workers):
+    """The rank has neither target nor alternative, and the others cancel; it takes part in the sum of dH all the same.
+
+    More rows than a panel of `native`, most of them of the first rank.
+    """
+    dtype, tol = PRECISION[impl]
+    case = make_case(12, B=4, T=40, extras=False)
+    case.completion_ids[:] = torch.arange(160).view(4, 40) % 9
+    case.completion_ids[0, 0] = 20
+    others = CandidateSets(case.completion_ids.reshape(-1) + 1, torch.arange(161))
+    parts = [12, 17]
+    want = vocab_differences(0, None, case, "reference", [29], others)
+    for rank, got in enumerate(workers.run(vocab_differences, 2, case.to(dtype), impl, parts, others)):
         for name, x in want.items():
             expected = x[slices(parts)[rank]] if name.startswith("dweight") else x
             close(got[name], expected, 2 * tol, f"{name} of rank {rank}")
