@@ -62,8 +62,8 @@ class Patches:
         original = vars(owner).get(name, _ABSENT)
         if original is _ABSENT and isinstance(getattr(type(owner), name, None), property):
             original = getattr(owner, name)  # of a compiled module `training` is one; it can be set, not deleted
-        self._originals.append((owner, name, original))
         setattr(owner, name, value)
+        self._originals.append((owner, name, original))  # after it, which may be refused
 
     def undo(self) -> None:
         """Put back what stood there before, the latest first."""

@@ -46,10 +46,11 @@ def test_all_modules_of_a_package_that_import_a_function(monkeypatch):
     assert patches.names == []
 
 
-def test_all_or_none_are_replaced():
+@pytest.mark.parametrize("other", [3, int], ids=["no-attributes", "cannot-be-set"])
+def test_all_or_none_are_replaced(other):
     owner = module("toy", f=len)
     with pytest.raises(TypeError):
-        Patches((owner, "f", sum), (3, "g", sum))
+        Patches((owner, "f", sum), (other, "g", sum))
     assert owner.f is len
 
 
