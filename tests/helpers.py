@@ -165,6 +165,7 @@ def assert_same(got: Result, want: Result, *, tol: float, scale: float = 1.0) ->
         torch.testing.assert_close(got.out.entropies, want.out.entropies, rtol=tol, atol=tol, check_dtype=False)
     metric_tol = max(tol, 1e-6)  # metrics are fp32
     assert got.out.metrics.keys() == want.out.metrics.keys()
+    assert {x.dtype for x in (*got.out.metrics.values(), *want.out.metrics.values())} == {torch.float32}
     for name in got.out.metrics.keys() - {"gradient_tokens"}:
         torch.testing.assert_close(
             got.out.metrics[name], want.out.metrics[name], rtol=metric_tol, atol=metric_tol, equal_nan=True, msg=name

@@ -142,7 +142,9 @@ def fused_linear_grpo_loss(
         out = reference.grpo_loss(scores.logps, scores.entropies, call, reference.exact_kl(call))
         # autograd goes through every position, and computes only the gradients that are required
         worked = completion_ids.numel() if out.loss.requires_grad else 0
-        return out._replace(metrics={"gradient_tokens": torch.full_like(out.loss, worked), **out.metrics})
+        return out._replace(
+            metrics={"gradient_tokens": torch.full_like(out.loss, worked, dtype=torch.float32), **out.metrics}
+        )
 
     loss, logps, entropies, metrics, _ = LinearLoss.apply(*tensors_of(call), call)
     names = loss_metric_names(config, with_kl=call.with_kl, complete=with_metrics)
