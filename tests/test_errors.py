@@ -15,10 +15,12 @@ from grpo_fused import (
     HeadAdapter,
     fused_linear_grpo_loss,
     fused_linear_logprobs,
+    fused_linear_objective,
     grpo_loss,
     selective_logprobs,
 )
 from grpo_fused.call.validation import check_one_device
+from grpo_fused.objectives import gpg
 
 B, T, H, V = 2, 3, 4, 5
 
@@ -190,6 +192,13 @@ TYPE_ERRORS = {
                 lambda: packed(cu_seqlens=torch.tensor([0.0, 2.0, 5.0]))),
     "compact": ("compact must be True or False; got 'no'", lambda: loss(compact="no")),
     "adds": ("add_to_weight_grad must be True or False; got 0", lambda: loss(add_to_weight_grad=0)),
+    "metrics": ("with_metrics must be True or False; got 'no'", lambda: loss(with_metrics="no")),
+    "entropy": ("with_entropy must be True or False; got 'no'", lambda: fused_linear_logprobs(
+        torch.randn(B, T, H), torch.randn(V, H), torch.zeros(B, T, dtype=torch.int64), with_entropy="no")),
+    "objective-entropy": ("with_entropy must be True or False; got 'no'", lambda: fused_linear_objective(
+        torch.randn(B, T, H), torch.randn(V, H), torch.zeros(B, T, dtype=torch.int64), gpg(), with_entropy="no")),
+    "selective-entropy": ("with_entropy must be True or False; got 'no'", lambda: selective_logprobs(
+        torch.randn(B, T, V), torch.zeros(B, T, dtype=torch.int64), with_entropy="no")),
     "scratch": ("max_scratch_bytes must be an int; got 1.5", lambda: loss(max_scratch_bytes=1.5)),
 }  # fmt: skip
 

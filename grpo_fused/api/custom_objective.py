@@ -19,7 +19,7 @@ from grpo_fused.call.calls import CustomCall, TokenSets, tensors_of
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.head_parts import QuantizedWeight
 from grpo_fused.call.layout import Layout, active_tokens
-from grpo_fused.call.options import check_choice
+from grpo_fused.call.options import check_choice, check_flag
 from grpo_fused.call.outputs import ObjectiveOutput
 from grpo_fused.objective.batch import LOWEST_LOGP
 from grpo_fused.objective.custom import Objective, Scope
@@ -112,6 +112,7 @@ def fused_linear_objective(
     token_inputs = dict(inputs or {})
     with checking("fused_linear_objective", head, with_tokens=True):
         check_choice(scope, "scope", Scope)
+        check_flag(with_entropy, "with_entropy")
         check.check_objective_scope(objective, scope)
         if scope == "token" and cu_seqlens is None:
             check.check_token_ids(token_ids, "token_ids")

@@ -12,6 +12,7 @@ from grpo_fused.call import validation as check
 from grpo_fused.call.calls import LogitsCall, LossInputs, ObjectiveCall
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.layout import Layout, split_temperature
+from grpo_fused.call.options import check_flag
 from grpo_fused.call.outputs import GRPOLossOutput, LogprobOutput
 from grpo_fused.engines import Impl
 from grpo_fused.objective.metrics import metric_names
@@ -109,6 +110,7 @@ def selective_logprobs(
 
         (logits.float() / temperature).log_softmax(-1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
     """
+    check_flag(with_entropy, "with_entropy")
     check.check_token_ids(token_ids, "token_ids")
     layout = Layout.of(token_ids)
     check.check_logits(logits, token_ids)

@@ -15,6 +15,7 @@ from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.config import GRPOLossConfig
 from grpo_fused.call.head_parts import QuantizedWeight
 from grpo_fused.call.layout import Layout
+from grpo_fused.call.options import check_flag
 from grpo_fused.call.outputs import GRPOLossOutput, LogprobOutput
 from grpo_fused.objective.metrics import loss_metric_names
 
@@ -102,6 +103,7 @@ def fused_linear_grpo_loss(
     Source: GRPO, DeepSeekMath (arXiv 2402.03300); options and defaults as in TRL 1.16's `GRPOTrainer`.
     """
     with checking("fused_linear_grpo_loss", head, with_tokens=True):
+        check_flag(with_metrics, "with_metrics")
         check.check_tokens(completion_ids, "completion_ids", check.INTEGER, cu_seqlens)
         layout = Layout.of(completion_ids, cu_seqlens)
         hidden_states, lm_head, candidates, run = head_of(
@@ -196,6 +198,7 @@ def fused_linear_logprobs(
         alternative_logps = log_p.flatten(0, -2)[alternatives.positions, alternatives.ids]
     """
     with checking("fused_linear_logprobs", head):
+        check_flag(with_entropy, "with_entropy")
         check.check_token_ids(token_ids, "token_ids")
         layout = Layout.of(token_ids)
         hidden_states, lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
