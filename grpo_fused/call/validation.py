@@ -380,7 +380,7 @@ def check_one_device(**values: object) -> None:
 def check_token_values(
     token_ids: Tensor, mask: Tensor | None, vocab_size: int, temperature: Tensor | None, layout: Layout
 ) -> None:
-    """Ids within the vocabulary and temperatures > 0 on active positions, masks of 0 and 1."""
+    """Ids within the vocabulary and finite temperatures > 0 on active positions, masks of 0 and 1."""
     if temperature is not None:
         layout.check_reading("temperature", temperature)
     if not values_are_checked(token_ids.device):
@@ -393,7 +393,8 @@ def check_token_values(
             f"token ids on active positions must lie in [0, {vocab_size}); got {int(ids.min())} to {int(ids.max())}"
         )
     if temperature is not None:
-        _refuse("temperature", "be > 0", ~(layout.per_token(temperature) > 0), active)
+        t = layout.per_token(temperature)
+        _refuse("temperature", "be > 0 and finite", ~((t > 0) & t.isfinite()), active)
 
 
 def check_call_states(call: LinearCall) -> None:
