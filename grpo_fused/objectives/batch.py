@@ -36,7 +36,8 @@ def clip_cov(
         high: Covariances below this are candidates, >= `low`.
         epsilon: Lower clip distance of the ratio, > 0.
         epsilon_high: Upper clip distance, > 0; default `epsilon`.
-        generator: A CPU generator that draws the tokens; default PyTorch's.
+        generator: A CPU generator that draws the tokens; default PyTorch's. Ranks with slices of one vocabulary must
+            have it in the same state: each evaluates the same tokens.
 
     Returns:
         An `Objective`, for `fused_linear_objective`.
