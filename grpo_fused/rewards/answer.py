@@ -131,7 +131,7 @@ def is_one_number(text: str) -> bool:
 
 def digits_of(number: object) -> str:
     """The text of a number, without an exponent: `1e-05` would be e - 5."""
-    return format(Decimal(repr(number)), "f") if isinstance(number, float) else str(number)
+    return format(Decimal(repr(float(number))), "f") if isinstance(number, float) else str(number)
 
 
 def plain_number(text: str) -> Fraction | None:

@@ -12,6 +12,7 @@ import threading
 import time
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from guards import hang_guard
 from hypothesis import example, given
@@ -98,6 +99,7 @@ def test_stated_answers(text: str, expected: str | None) -> None:
         pytest.param("<answer>$72.00</answer>", "72", 1.0, id="dollars"),
         pytest.param("<answer>1,000</answer>", 1000, 1.0, id="integer-column"),
         pytest.param("<answer>0.5</answer>", 0.5, 1.0, id="float-column"),
+        pytest.param("<answer>0.5</answer>", np.float64(0.5), 1.0, id="numpy-float"),
         pytest.param("<answer>0.00001</answer>", 0.00001, 1.0, id="small-float"),
         pytest.param("<answer>e-5</answer>", 0.00001, 0.0, id="an-exponent-is-no-formula"),
         pytest.param("<answer>1000000000000000000000000</answer>", 1e24, 1.0, id="large-float"),
