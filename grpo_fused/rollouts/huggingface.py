@@ -22,6 +22,8 @@ from transformers import (
 )
 
 from grpo_fused.heads.hidden import accepts, forward_parameters
+from grpo_fused.heads.modules import base_model
+from grpo_fused.heads.patches import Patches
 from grpo_fused.rollouts.engine import Generation, Sampling, first_of_prompts, pad_prompts
 from grpo_fused.rollouts.records import Draw, of_rows
 
@@ -181,11 +183,11 @@ def _as_sampler(model: PreTrainedModel) -> Iterator[None]:
 
     `generate` would use its values (Qwen: top_p 0.8, repetition penalty 1.05).
     """
-    was_training, before = model.training, model.generation_config
+    was_training, ours = model.training, GenerationConfig()
     model.eval()
-    model.generation_config = GenerationConfig()
     try:
-        yield
+        # peft's `generate` gives its own to the model inside, too
+        with Patches(*((owner, "generation_config", ours) for owner in (model, base_model(model)))):
+            yield
     finally:
-        model.generation_config = before
         model.train(was_training)

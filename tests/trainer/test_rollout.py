@@ -193,6 +193,19 @@ def test_the_models_own_generation_config_is_not_used(
     assert model.generation_config is before
 
 
+def test_the_model_under_an_adapter_keeps_its_generation_config(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """peft's `generate` sets it; merged, the model would end at no token."""
+    from peft import LoraConfig, get_peft_model
+
+    before = model.generation_config
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    sampled(adapted, tokenizer, ["12+3="])
+    assert model.generation_config is before
+    assert "generation_config" not in vars(adapted)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}],
