@@ -19,7 +19,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from trainer import runs
 from trainer.runs import OPTIONS, ROWS, count_ones, make
 from trainer.small_model import build_small_model
@@ -37,7 +38,7 @@ from grpo_fused.trainer import (
     Sampling,
     checkpointer,
 )
-from grpo_fused.trainer.checkpoint import checkpoints, publish
+from grpo_fused.trainer.checkpoint import OPTIMIZER, checkpoints, flat, load_moments, publish
 from grpo_fused.trainer.metrics import read_jsonl
 
 EMBEDDED = ["q_proj", "embed_tokens"]
@@ -161,6 +162,32 @@ def test_moments_are_restored_in_the_memory_order_of_their_weight(
         for name, moment in was.items():
             assert torch.equal(now[name], moment)
             assert now[name].stride() == moment.stride()
+
+
+def test_a_parameter_that_no_pass_reached_has_no_moments(tmp_path: Path) -> None:
+    """As those of an image tower in a run on texts; its first step may come later."""
+
+    def made() -> tuple[torch.nn.ModuleDict, torch.optim.AdamW]:
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2) for name in ("text", "image")})
+        return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(model: torch.nn.ModuleDict, optimizer: torch.optim.AdamW, *names: str) -> None:
+        optimizer.zero_grad()
+        sum(model[name](torch.ones(3)).sum() for name in names).backward()
+        optimizer.step()
+
+    both = [made(), made()]
+    step(*both[0], "text")
+    moments = flat(get_optimizer_state_dict(*both[0]))
+    save_file(moments, tmp_path / OPTIMIZER)
+    both[1][0].load_state_dict(both[0][0].state_dict())
+    load_moments(tmp_path, {"files": {OPTIMIZER: ""}, "moments": len(moments)}, *both[1])
+    assert flat(get_optimizer_state_dict(*both[1])).keys() == moments.keys()
+    for run in both:
+        step(*run, "text", "image")
+    for ours, theirs in zip(*(model.parameters() for model, _ in both), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_checkpoint_is_a_model_folder_without_pickles(tmp_path: Path) -> None:
