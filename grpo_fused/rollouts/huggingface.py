@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import (
     Cache,
@@ -107,8 +108,8 @@ class HuggingFaceEngine:
 
         The last token of a prompt is left to `generate`, which needs its logits.
         """
-        new = first_of_prompts(ids, mask)
-        if ids.shape[1] < 2 or bool(new.all()) or not self._sees_all_of(ids.shape[1]):
+        new, width = first_of_prompts(ids, mask), ids.shape[1]
+        if not self._all_do(width >= 2 and not bool(new.all()) and self._sees_all_of(width)):
             return {}
         ids, mask = ids[new, :-1], mask[new, :-1].long()
         cache = DynamicCache(config=self.model.config)
@@ -121,6 +122,14 @@ class HuggingFaceEngine:
         self.model(input_ids=ids, attention_mask=mask, use_cache=True, **given, **options)
         cache.batch_select_indices(new.cumsum(0) - 1)
         return given
+
+    def _all_do(self, flag: bool) -> bool:
+        """Whether it is set, on all processes if they are in step: it takes a pass more."""
+        if not self.synced:
+            return flag
+        flags = torch.tensor([int(flag)], device=self.model.device)
+        dist.all_reduce(flags, dist.ReduceOp.MIN)
+        return bool(flags)
 
     def _sees_all_of(self, tokens: int) -> bool:
         """Whether each layer keeps the keys and values of all tokens of a prompt."""

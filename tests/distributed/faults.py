@@ -25,8 +25,9 @@ from helpers import make_case, make_config
 from trainer import runs
 from trainer.small_model import build_small_model
 
+from examples.arithmetic.model import build_tokenizer
 from grpo_fused import ParallelGroups, share_failures
-from grpo_fused.trainer import GRPOTrainer
+from grpo_fused.trainer import GRPOTrainer, HuggingFaceEngine, Sampling
 from grpo_fused.trainer.checkpoint import identity, naming
 
 LIMIT = 120
@@ -192,6 +193,17 @@ def shared(rank: int, folder: Path, kind: str, loss_type: str) -> str:
     runs.leave = leave
     runs.shared(str(folder), kind, loss_type)
     return "returned"
+
+
+def sampling_in_step(rank: int, folder: Path) -> str:
+    """Forward passes of a rollout, where the prompts of one process alone are equal."""
+    dist.init_process_group("gloo")
+    model, passes = build_small_model(29), []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    prompts = [[1, 2, 3], [1, 2, 3] if rank == 0 else [4, 5]]
+    engine = HuggingFaceEngine(model, build_tokenizer(), synced=True)
+    engine.generate(prompts, Sampling(num_generations=1, max_completion_length=4, greedy=True))
+    return f"{len(passes)} passes"
 
 
 def under_another_error(rank: int, folder: Path) -> str:

@@ -78,6 +78,12 @@ def test_two_processes_equal_one(tmp_path: Path, kind: str, loss_type: str) -> N
             assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), name
 
 
+def test_processes_sample_in_step(tmp_path: Path) -> None:
+    """FSDP gathers weights in each pass, so one that only some processes make would hang."""
+    said = [each.said for each in faults.run_pair(tmp_path, faults.sampling_in_step)]
+    assert said == ["4 passes", "4 passes"]
+
+
 @pytest.mark.full
 def test_a_failure_on_one_process_loses_no_training(tmp_path: Path) -> None:
     """The other one does not wait for it, and both save the training so far."""
