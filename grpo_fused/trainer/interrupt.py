@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -42,5 +43,6 @@ class StopRequest:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = number
-        # as handlers may
-        os.write(2, b"\nstopping after this step or evaluation; press Ctrl-C again to stop now\n")
+        with contextlib.suppress(OSError):  # Ctrl-C has ended the program that stderr goes to, such as tee
+            # as handlers may
+            os.write(2, b"\nstopping after this step or evaluation; press Ctrl-C again to stop now\n")

@@ -46,6 +46,18 @@ def test_a_second_sigterm_does_not_interrupt_the_step() -> None:
         assert request.requested == signal.SIGTERM
 
 
+def test_a_closed_stderr_does_not_interrupt_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `train 2>&1 | tee log` Ctrl-C ends tee, too."""
+
+    def closed(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(os, "write", closed)
+    with StopRequest() as request:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.requested == signal.SIGINT
+
+
 def test_a_handler_that_is_not_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """`signal.signal` returns None for it, and does not take None."""
     real = signal.signal
