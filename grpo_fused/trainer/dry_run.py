@@ -43,7 +43,9 @@ def dry_run(recipe: Recipe) -> Metrics:
     tokenizer, rows, skipped = tiny_tokenizer(), rows_of(recipe), [x for x, _ in unchecked_rewards(recipe)]
     kept = (*(reward for reward in recipe.rewards if reward not in skipped), Reward(function=STAND_IN))
     rewards = [
-        RewardModel(tiny_reward_model(tokenizer), tokenizer) if reward.model is not None else reward.load()
+        RewardModel(tiny_reward_model(tokenizer), tokenizer, **reward.options)
+        if reward.model is not None
+        else reward.load()
         for reward in kept
     ]
     model = adapted(tiny_model(tokenizer), recipe.lora)

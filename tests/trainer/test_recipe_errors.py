@@ -261,12 +261,13 @@ def test_hostile_recipes_are_refused_at_once(
         (["--dataset", "data/trian.jsonl"], "data/trian.jsonl"),
         (["--rewards", '[{"name": "exact_answr"}]'], "exact_answr"),
         (["--dataset", "some/questions", "--rewards", '[{"name": "exact_answr"}]'], "exact_answr"),
+        (["--rewards", '[{"model": "m", "options": {"size": 1}}]'], "unexpected keyword argument 'size'"),
         (["--eval-dataset", "missing.jsonl"], "missing.jsonl"),
         (["--prompts-per-step", "5"], "train_dataset must have at least 5 rows, as many as a step takes; got 4"),
     ],
-    ids=["data", "reward", "reward-without-rows", "held-out", "rows"],
+    ids=["data", "reward", "reward-without-rows", "reward-model", "held-out", "rows"],
 )
-def test_a_dry_run_finds_missing_files_and_rows(recipe: Path, arguments: list[str], message: str) -> None:
+def test_a_dry_run_finds_missing_files_rows_and_options(recipe: Path, arguments: list[str], message: str) -> None:
     """A misspelt file is not treated as the name of a data set."""
     with pytest.raises(SystemExit, match=f"grpo-fused train: error: .*{message}"):
         main(["train", "--config", str(recipe), "--dry-run", *arguments])
