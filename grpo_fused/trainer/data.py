@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 import random
 import re
 import sys
@@ -66,7 +67,7 @@ def load_rows(
     rows: list[Row]
     name = repr(str(source)) if isinstance(source, (str, Path)) else "the list of rows"
     if isinstance(source, (str, Path)) and not is_file(source):
-        rows = _read_named(str(source), subset, split, limit)
+        rows = _read_named(os.path.expanduser(source), subset, split, limit)
     elif subset is not None or split != "train":
         raise ValueError(f"{name} must have no subset and split, only a `datasets` name has; got {subset!r}, {split!r}")
     else:

@@ -60,6 +60,8 @@ class Reward:
         sources = [name for name in (self.name, self.function, self.model) if name is not None]
         if len(sources) != 1:
             raise ValueError(f"rewards must each have exactly one of name, function and model; got {sources}")
+        if self.model is not None:
+            object.__setattr__(self, "model", os.path.expanduser(self.model))
 
     def load(self) -> RewardFunction:
         """The function, or a reward model."""
@@ -386,7 +388,7 @@ def load_function(place: str, option: str = "function") -> Callable[..., Any]:
     must = f'{option} must be "module:function" or "path/to/file.py:function" that can be loaded; got {place!r}'
     must += from_here(Path(where)) if where.endswith(".py") else ""
     try:
-        found: Any = _module_of(Path(where).resolve()) if where.endswith(".py") else import_module(where)
+        found: Any = _module_of(Path(where).expanduser().resolve()) if where.endswith(".py") else import_module(where)
     except Exception as error:
         raise ValueError(f"{must}, which {raised(error)}") from error
     if not callable(function := getattr(found, name, None)):

@@ -515,8 +515,12 @@ def test_a_module_of_the_current_folder(
     assert "every_other" not in printed
 
 
-def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rewards.py").write_text("def short(completions): return [0.0]")
+    assert Reward(function="~/rewards.py:short").load()([]) == [0.0]
     monkeypatch.setenv("HOME", "/home/ada")
+    assert Reward(model="~/judge").model == "/home/ada/judge"
     read = Recipe(model="~/m", reference_model="~/t", output_dir="~/o", rewards=(Reward(name="format"),), dataset="d")
     assert (read.model, read.reference_model, read.output_dir) == ("/home/ada/m", "/home/ada/t", "/home/ada/o")
 

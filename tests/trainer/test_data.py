@@ -139,6 +139,10 @@ def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}')
     assert load_rows("~/rows.jsonl") == load_rows(Path("~/rows.jsonl")) == [{"prompt": "1+1="}]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "rows.jsonl").rename(tmp_path / "folder" / "train.jsonl")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    assert load_rows("~/folder") == [{"prompt": "1+1="}]
 
 
 @pytest.mark.parametrize("options", [{"subset": "main"}, {"split": "test"}], ids=["subset", "split"])
