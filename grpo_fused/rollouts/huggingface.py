@@ -192,11 +192,7 @@ def _as_sampler(model: PreTrainedModel) -> Iterator[None]:
 
     `generate` would use its values (Qwen: top_p 0.8, repetition penalty 1.05).
     """
-    was_training, ours = model.training, GenerationConfig()
-    model.eval()
-    try:
-        # peft's `generate` gives its own to the model inside, too
-        with Patches(*((owner, "generation_config", ours) for owner in (model, base_model(model)))):
-            yield
-    finally:
-        model.train(was_training)
+    # peft's `generate` gives its own to the model inside, too
+    configs = [(owner, "generation_config", GenerationConfig()) for owner in (model, base_model(model))]
+    with Patches(*configs, *((module, "training", False) for module in model.modules())):
+        yield

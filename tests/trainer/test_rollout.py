@@ -148,8 +148,10 @@ def test_a_model_in_training_mode_samples_without_dropout_and_stays_in_it(
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.9
     model.train()
+    model.lm_head.eval()  # a part may be in another mode
+    modes = [module.training for module in model.modules()]
     assert sampled(model, tokenizer, ["12+3="], **options).completions() == want
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_sampling_keeps_no_graph_and_no_logits_of_a_prompt(
