@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import save_file
 from torch import Tensor
@@ -189,5 +190,7 @@ class Checkpointer:
             path = self.output_dir / f"failed-step-{step}-process-{self.accelerator.process_index}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)  # the main process makes the folder of its own disk
             tensors = rollout.tensors() | {"advantages": advantages}
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+            # an engine's tensors may share memory, of which safetensors writes none
+            copies = {x: tensor.clone(memory_format=torch.contiguous_format) for x, tensor in tensors.items()}
+            save_file(copies, path)
             raise type(error)(f"{error} in step {step}; its batch is in {path}") from error

@@ -282,10 +282,11 @@ def test_the_batch_of_a_loss_that_is_not_finite_is_kept_where_there_is_no_folder
 
 
 def test_the_batch_of_each_process_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the memory order of an engine's tensors is."""
+    """Whatever the memory order of an engine's tensors is, and where they share memory."""
     trainer = make(tmp_path)
     rollout, rewards = trainer.collect()
     rollout = rollout._replace(completion_ids=rollout.completion_ids.T.contiguous().T)
+    rollout = rollout._replace(prompt_mask=rollout.completion_mask)
     for process in (0, 1):
         monkeypatch.setattr(type(trainer.accelerator), "process_index", process)
         said = f"failed-step-1-process-{process}.safetensors"
