@@ -122,6 +122,23 @@ def test_detects_scores_that_change_with_the_batch(engine, monkeypatch):
     assert found.errors["in a batch"][0] > 0
 
 
+def test_an_error_in_one_thread_leaves_the_number_of_threads(monkeypatch):
+    def score(self, impl):
+        if torch.get_num_threads() == 1:
+            raise RuntimeError("one thread")
+        return torch.zeros(self.completion_ids.shape)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.setattr(testing.Problem, "score", score)
+        with pytest.raises(RuntimeError, match="one thread"):
+            check.batch_independence("native", torch.device("cpu"), torch.float32)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_nan_fails():
     assert not check.Check("x", {"logp": (float("nan"), 1.0)}).passed
     assert testing.largest(torch.tensor([0.0, torch.nan])) == float("inf")

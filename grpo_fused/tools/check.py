@@ -174,8 +174,10 @@ def batch_independence(engine: Any, device: torch.device, dtype: torch.dtype) ->
         if device.type == "cpu":
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
-            same["in a batch"].append((scores(rows), alone))
-            torch.set_num_threads(threads)
+            try:
+                same["in a batch"].append((scores(rows), alone))
+            finally:
+                torch.set_num_threads(threads)
         config = GRPOLossConfig(entropy_coef=0.01)
         first, second = whole.run(config, impl=engine), whole.run(config, impl=engine)
         same["in training"] = [(first.out.per_token_logps.flatten(), alone)]
