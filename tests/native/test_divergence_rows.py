@@ -97,6 +97,17 @@ def test_impossible_entries_count_zero(forward):
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("forward", [False, True], ids=["reverse", "forward"])
+@pytest.mark.parametrize("of", [0, 1], ids=["own", "other"])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_divergence_of_a_head_that_is_not_finite_is_nan(wrong, of, forward):
+    z, w, targets = logits(columns=37)
+    (z, w)[of][2, 5] = wrong
+    value = divergence(z, w, statistics(z, targets), statistics(w, targets), targets, forward, None, None)
+    assert value.isnan().tolist() == [r == 2 for r in range(7)]
+
+
+@pytest.mark.usefixtures("isa")
 def test_a_confident_target_keeps_its_digits():
     """Its derivative, about 1e-6, is a small difference of log-ratios of 3: it is computed from the others."""
     z, w, _ = logits(columns=40, std=1.0)

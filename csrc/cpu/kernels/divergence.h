@@ -75,7 +75,7 @@ double row_divergence(const float* z, float* w, int64_t columns, bool forward, c
       r = larger(all(kLowestLogp), r);
       const Floats p = exp_nonpositive((a - all(own.max)) - all(own.log_sum));
       const Floats q = exp_nonpositive((b - all(other.max)) - all(other.log_sum));
-      const Floats top = larger(p, q);
+      const Floats top = select(unordered(p), p, larger(p, q));  // NaN in either comes through
       const Floats v = with_sign_of(one_minus_exp(absolute(r)), r);
       values = multiply_add(multiply_add(smaller(all(0.0f), r), v, r - v), top, values);
       const Floats x = forward ? all(0.0f) - v * top : r * p;
