@@ -108,6 +108,17 @@ def test_a_divergence_of_a_head_that_is_not_finite_is_nan(wrong, of, forward):
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("columns", [1, 16, 37])
+def test_a_row_without_a_possible_entry_has_no_log_prob(columns):
+    """At any width: what is beyond the row's end is not in the sum."""
+    z = torch.full((1, columns), -torch.inf)
+    _, log_sum, logp, entropy = statistics(z, torch.zeros(1, dtype=torch.int64))
+    assert log_sum == -torch.inf
+    assert logp.isnan()
+    assert entropy.isnan()
+
+
+@pytest.mark.usefixtures("isa")
 def test_a_confident_target_keeps_its_digits():
     """Its derivative, about 1e-6, is a small difference of log-ratios of 3: it is computed from the others."""
     z, w, _ = logits(columns=40, std=1.0)

@@ -5,6 +5,7 @@ namespace grpo {
 namespace {
 
 constexpr int64_t kSum = 4096;  // columns that are summed in fp32, before they are added in fp64
+constexpr float kImpossible = -__builtin_inff();  // beyond a row's end: below the maximum of any row
 
 // f(first column, number of columns) for each vector of a part of a row.
 template <class F>
@@ -40,7 +41,7 @@ inline Floats one_minus_exp(Floats x) {
 
 void row_sums(const float* z, int64_t columns, bool with_entropy, RowSums* out) {
   Floats best = all(kLowest);
-  for_vectors(0, columns, [&](int64_t at, int64_t count) { best = larger(best, load_or(z + at, count, kLowest)); });
+  for_vectors(0, columns, [&](int64_t at, int64_t count) { best = larger(best, load_or(z + at, count, kImpossible)); });
   float lanes[kWidth], max = kLowest;
   store(lanes, best);
   for (const float x : lanes) max = x > max ? x : max;
@@ -48,7 +49,7 @@ void row_sums(const float* z, int64_t columns, bool with_entropy, RowSums* out) 
   for (int64_t first = 0; first < columns; first += kSum) {
     Floats sum = all(0.0f), ties = all(0.0f), moment = all(0.0f);
     for_vectors(first, first + kSum < columns ? first + kSum : columns, [&](int64_t at, int64_t count) {
-      const Floats shifted = load_or(z + at, count, kLowest) - all(max);
+      const Floats shifted = load_or(z + at, count, kImpossible) - all(max);
       const Floats e = exp_nonpositive(shifted);
       const Mask at_max = equal(shifted, all(0.0f));
       sum = add_where_not(at_max, sum, e);
@@ -69,7 +70,7 @@ double row_divergence(const float* z, float* w, int64_t columns, bool forward, c
   for (int64_t first = 0; first < columns; first += kSum) {
     Floats values = all(0.0f), sum = all(0.0f);
     for_vectors(first, first + kSum < columns ? first + kSum : columns, [&](int64_t at, int64_t count) {
-      const Floats a = load_or(z + at, count, kLowest), b = load_or(w + at, count, kLowest);
+      const Floats a = load_or(z + at, count, kImpossible), b = load_or(w + at, count, kImpossible);
       Floats r = forward ? (b - a) + all(offset) : (a - b) - all(offset);
       r = select(unordered(r), all(0.0f), r);  // 0 in both
       r = larger(all(kLowestLogp), r);
@@ -99,7 +100,7 @@ void row_derivative(const float* z, float* x, int64_t columns, const LogNormaliz
   for (int64_t first = 0; first < columns; first += kSum) {
     Floats sum = all(0.0f);
     for_vectors(first, first + kSum < columns ? first + kSum : columns, [&](int64_t at, int64_t count) {
-      const Floats p = exp_nonpositive((load_or(z + at, count, kLowest) - all(own.max)) - all(own.log_sum));
+      const Floats p = exp_nonpositive((load_or(z + at, count, kImpossible) - all(own.max)) - all(own.log_sum));
       Floats d = minus_multiply_add(p, all(total), load_or(x + at, count, 0.0f));
       const bool has_largest = at <= largest && largest < at + count, has_target = at <= target && target < at + count;
       if (has_largest || has_target) {
