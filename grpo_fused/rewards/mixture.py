@@ -20,7 +20,8 @@ def only_for(function: RewardFunction, task: object, *, column: str = "task") ->
         column: A column of the data set.
 
     Returns:
-        A reward function of the same name: the function's reward for its task, None for every other sample.
+        A reward function of the same name, async if the function is: its reward for its task, None for every other
+        sample.
     """
     name = getattr(function, "__name__", type(function).__name__)
 
@@ -49,10 +50,17 @@ def only_for(function: RewardFunction, task: object, *, column: str = "task") ->
 
         return spread_later(rewards) if inspect.isawaitable(rewards) else spread(rewards)
 
-    reward.__name__ = reward.__qualname__ = name
+    async def reward_later(completions: Sequence[object], **batch: Any) -> Any:
+        rewards = reward(completions, **batch)
+        return await rewards if inspect.isawaitable(rewards) else rewards
+
+    # TRL awaits only what is declared as async
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    made = reward_later if is_async else reward
+    made.__name__ = made.__qualname__ = name
     if hasattr(function, "to"):  # a reward model, which the trainer moves to its device
-        vars(reward)["to"] = function.to
-    return reward
+        vars(made)["to"] = function.to
+    return made
 
 
 def _is_column(values: object, length: int) -> bool:

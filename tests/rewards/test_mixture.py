@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 from typing import Any
 
@@ -51,6 +52,23 @@ def test_async_functions_and_further_arguments_of_a_trainer() -> None:
         completions=["a", "b"], kind=["text", "".join(["co", "de"])], trainer_state="state", loggers=["a logger"]
     )
     assert asyncio.run(rewards) == [None, 1.0]  # type: ignore[arg-type]
+
+
+def test_a_wrapped_async_function_is_declared_async() -> None:
+    """TRL awaits no other; it then does so also for a batch without samples of the task."""
+
+    async def later(completions: list[str]) -> list[float]:
+        return [1.0] * len(completions)
+
+    class Judge:
+        async def __call__(self, completions: list[str]) -> list[float]:
+            return await later(completions)
+
+    for function in (later, Judge()):
+        wrapped: Any = only_for(function, "code")
+        assert inspect.iscoroutinefunction(wrapped)
+        assert asyncio.run(wrapped(completions=["a", "b"], task=["math", "code"])) == [None, 1.0]
+        assert asyncio.run(wrapped(completions=["a"], task=["math"])) == [None]
 
 
 def test_no_call_without_samples_of_the_task() -> None:
