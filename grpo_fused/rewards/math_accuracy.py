@@ -53,9 +53,10 @@ def math_accuracy_reward(
         N rewards, 0.0 or 1.0, or None for a sample that was not judged.
 
     Raises:
-        ImportError: `use_math_verify=True` without it.
+        ImportError: `use_math_verify=True` or `accept_expressions=True` without it.
         TypeError: A right answer is neither text, number nor None, or `accept_expressions` is not a bool.
-        ValueError: Neither column, or a column of another length than the completions.
+        ValueError: Neither column, a column of another length than the completions, or `accept_expressions=True` with
+            `use_math_verify=False`.
 
     Source: the accuracy rewards of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2) and Open-R1; GSM8K (arXiv 2110.14168).
     """
@@ -65,9 +66,13 @@ def math_accuracy_reward(
     check_flag(accept_expressions, "accept_expressions")
     check_number(seconds, "seconds", above=0.0)
     check_number(total_seconds, "total_seconds", above=0.0)
-    verify, deadline = _installed() if use_math_verify is None else use_math_verify, time.monotonic() + total_seconds
-    if verify and not _installed():
-        raise ImportError("use_math_verify=True needs the package math-verify: pip install math-verify")
+    if accept_expressions and use_math_verify is False:
+        raise ValueError("accept_expressions=True needs math-verify; got use_math_verify=False")
+    required = accept_expressions or use_math_verify
+    if required and not _installed():
+        option = "accept_expressions" if accept_expressions else "use_math_verify"
+        raise ImportError(f"{option}=True needs the package math-verify: pip install math-verify")
+    verify, deadline = required or (use_math_verify is None and _installed()), time.monotonic() + total_seconds
 
     def judge(completion: Text, right: object) -> float | None:
         if isinstance(right, bool) or not isinstance(right, (str, int, float)):

@@ -331,8 +331,11 @@ def test_without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     assert math_accuracy_reward(["<answer>72</answer>", r"\boxed{6 \cdot 12}"], ["72", "72"]) == [1.0, 0.0]
     with pytest.warns(UserWarning, match="compared as text: math-verify is not installed"):
         assert math_accuracy_reward([r"\boxed{1+x}"], ["x+1"]) == [0.0]
-    with pytest.raises(ImportError, match="pip install math-verify"):
-        math_accuracy_reward(["72"], ["72"], use_math_verify=True)
+    for option in ("use_math_verify", "accept_expressions"):
+        with pytest.raises(ImportError, match=f"{option}=True needs .* pip install math-verify"):
+            math_accuracy_reward(["72"], ["72"], **{option: True})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="accept_expressions=True needs math-verify; got use_math_verify=False"):
+        math_accuracy_reward(["72"], ["72"], accept_expressions=True, use_math_verify=False)
 
 
 def test_the_column_answer_comes_first() -> None:
