@@ -128,6 +128,12 @@ class TestMixture:
             )
             torch.testing.assert_close(torch.stack(evaluate(mixed, logps, inputs, None)), want, rtol=1e-12, atol=1e-14)
 
+    def test_a_part_of_scope_batch_needs_no_sequences(self):
+        logps, inputs, _ = case(0)
+        part, ones = objectives.kl_cov(0.2), torch.ones_like(logps)
+        given = {"advantages": inputs["advantages"], "old_per_token_logps": inputs["old_per_token_logps"]}
+        assert torch.equal(objectives.mixture(rl=part)(logps, **given, rl_weights=ones), part(logps, **given))
+
     def test_a_part_does_not_get_tokens_of_weight_zero(self):
         """Their inputs may be NaN, and they do not count in the part's sequences."""
         mixed = objectives.mixture(rl=objectives.gspo(0.05), ce=objectives.cross_entropy())

@@ -299,8 +299,8 @@ def call_part(objective: LossFunction, tokens: Tokens) -> Tensor:
     """[n]: the losses of an objective inside another one, with only the inputs that it reads."""
     reads = getattr(objective, "reads", None)
     inputs = {name: x for name, x in tokens.inputs.items() if reads is None or name in reads}
-    if scope_of(objective) != "token":
-        inputs["cu_seqlens"] = tokens.groups.cu_seqlens
+    if scope_of(objective) != "token" and tokens.sequences is not None:
+        inputs["cu_seqlens"] = tokens.sequences.cu_seqlens
     others = tokens.others
     if others is not None and (reads is None or getattr(objective, "of_alternatives", None)):
         inputs |= {name: x for name, x in others.inputs.items() if reads is None or name in reads}
