@@ -243,8 +243,8 @@ def _given(reward: float) -> str:
 
 def _beside(name: str, width: int, text: str, *, last: bool = False) -> str:
     """A name and the first (or last) lines of a text, which is that of a model: not all of it is printable."""
-    text = "".join(character if character.isprintable() or character == "\n" else "�" for character in text)
-    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, WIDTH - width - 4)] or ["(no text)"]
+    shown = ("".join(x if x.isprintable() or x == "\t" else "�" for x in line) for line in text.splitlines())
+    lines = [part for line in shown for part in textwrap.wrap(line, WIDTH - width - 4)] or ["(no text)"]
     if len(lines) > SHOWN_LINES:
         lines = ["... " + lines[-SHOWN_LINES], *lines[1 - SHOWN_LINES :]] if last else lines[:SHOWN_LINES]
         lines[-1] += "" if last else " ..."

@@ -339,6 +339,9 @@ def test_completions_are_three_of_four_lines() -> None:
     assert "length 9, none not judged" in text
     assert max(map(len, text.splitlines())) <= 100
     assert format_samples(1, "p\n" * 4, ["a\n" * 4] * 3, {"r": [1.0] * 3}, [1.0] * 3).count("...") == 0
+    code = format_samples(1, "p\r\n", ["def f():\n\treturn 1"] * 3, {"r": [1.0] * 3}, [1.0] * 3)
+    assert "\ufffd" not in code  # tabs and any kind of line end
+    assert "        return 1\n" in code
     two = format_samples(1, "p", ["a", "b"], {"r": [1.0, 0.0]}, [1.0, 0.0])
     assert "2 of 2" in two
     assert "r 1" not in two  # the only reward is the sum
