@@ -97,7 +97,7 @@ class Problem:
         assert self.completion_mask is not None
         keep = self.completion_mask.clone()
         keep[::2] = True  # every other sequence keeps its masked tokens
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), keep.sum(1).cumsum(0)])
+        offsets = torch.cat([keep.new_zeros(1, dtype=torch.int64), keep.sum(1).cumsum(0)])
         packed = self.per_token(lambda x: x[keep])
         packed.options["cu_seqlens"] = offsets
         if sets := self.options.get("candidates"):

@@ -169,6 +169,13 @@ def test_every_engine_of_a_gpu(monkeypatch):
     assert [name for name, device in check._engines_here() if device.type == "cuda"] == ["chunked"]
 
 
+def test_a_problem_is_packed_on_its_own_device():
+    """The default device is another one here, as that of a problem on a GPU is."""
+    problem = testing.make_problem()
+    with torch.device("meta"):
+        assert problem.packed().options["cu_seqlens"].device.type == "cpu"
+
+
 def test_a_packed_problem_has_the_sets_of_its_tokens():
     problem = testing.make_problem(kept=0.2)
     losses = [each.run(GRPOLossConfig(), impl="chunked").out.loss for each in (problem, problem.packed())]
