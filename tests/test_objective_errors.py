@@ -38,7 +38,7 @@ X = torch.zeros(3)
         (TypeError, "alternative_offsets must be int32 or int64; got torch.float32", lambda: of_teacher([0.0, 1, 2, 4])),
         (ValueError, r"alternative_logps must have shape \(m,\); got \(2, 2\)",
          lambda: of_teacher([0, 1, 2, 4], torch.zeros(2, 2))),
-        (TypeError, "sums over sequences needs scope 'sequence' or 'batch', and cu_seqlens",
+        (TypeError, r"^gspo\(.*\) has scope 'sequence' and needs cu_seqlens \[S \+ 1\] int64; got None",
          lambda: objectives.mixture(a=objectives.gspo(), b=objectives.kl_cov())(
              X, advantages=X, a_weights=X + 1, b_weights=X)),
         (TypeError, "sums over sequences needs scope 'sequence' or 'batch', and cu_seqlens",
