@@ -59,8 +59,7 @@ FIELDS = 5
 
 
 def communication(scored: int, with_gradient: int, width: int, layout: Layout) -> Communication:
-    """Communication of a rank with `scored` tokens, `with_gradient` of them with a gradient, and states of `width`;
-    with entropies."""
+    """Of a rank with `scored` tokens, `with_gradient` of them with a gradient, states of `width`, and entropies."""
     return Communication(
         statistics=4 * scored if layout.vocab > 1 else 0,
         hidden_gradient=width * with_gradient if layout.vocab > 1 else 0,

@@ -57,8 +57,8 @@ def composed(
     if mask is not None:  # a masked state may be anything, also NaN, which 0 does not remove from dA
         kept = torch.where(active_tokens(mask, mask).unsqueeze(-1), hidden_states, 0.0)
     with torch.autocast(hidden_states.device.type, enabled=False):
-        parts = [(x.scale, dropout(kept.to(wide), x.dropout), x.a.to(wide)) for x in adapters]
-        low_rank = torch.cat([scale * _product(states, a) for scale, states, a in parts], dim=-1)
+        parts = [x.scale * _product(dropout(kept.to(wide), x.dropout), x.a.to(wide)) for x in adapters]
+        low_rank = torch.cat(parts, dim=-1)
         columns = adapters[0].b  # not a copy, where a single one is held by the dtype of sums
         if len(adapters) > 1 or torch.promote_types(columns.dtype, wide) != wide:
             columns = torch.cat([x.b.to(wide) for x in adapters], dim=1)
@@ -75,13 +75,12 @@ def composed(
 
 
 def _product(x: Tensor, a: Tensor) -> Tensor:
-    """x [..., H] times a^T, a [r, H], with any global setting of fp32 products."""
-    # Dynamo cannot trace the context
+    """x [..., H] times a^T, a [r, H], in IEEE fp32 (not in a compiled program: Dynamo cannot trace the setting)."""
     return x @ a.T if torch.compiler.is_compiling() else _IEEEProduct.apply(x, a)  # type: ignore[no-any-return]
 
 
 class _IEEEProduct(torch.autograd.Function):
-    """The settings at the time of `backward()` may be others than in the forward pass: TF32, or autocast."""
+    """x a^T. Its backward pass, too, does not depend on TF32 or an autocast that is on at that time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor) -> Tensor:

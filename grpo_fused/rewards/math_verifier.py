@@ -22,7 +22,7 @@ from pathlib import Path
 _MAX_CHARACTERS = 300  # of an answer; formulas are shorter
 _START_SECONDS = 120.0  # importing SymPy takes one, many on a loaded machine with a cold disk
 _GRACE_SECONDS = 2.0
-# The worker's own limit, of processor time, acts first: a right answer must not be wrong because the machine is busy.
+# A worker on a busy machine has at least this much of a core; its own limit is of processor time and acts first.
 _SHARE_OF_A_CORE = 0.1 if hasattr(signal, "setitimer") else 1.0
 # A number to the power of a number to the power of a number: never an answer, and it would end the worker.
 _TOWER = re.compile(r"[0-9)}]\s*(?:\^|\*\*)\s*[{(]*\s*[0-9]+\s*(?:\^|\*\*)")

@@ -208,19 +208,21 @@ def load_moments(checkpoint: Path, state: Mapping[str, Any], model: nn.Module, o
     expected = flat(fresh)
     reached = {name.partition("/")[2] for name in moments}
     check_tensors(moments, {name: x for name, x in expected.items() if name.partition("/")[2] in reached})
-    # a parameter that no pass has reached (of an image tower) was saved without moments: torch wants some
-    zeros = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in expected.items()}
-    nested: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in (zeros | moments).items():
-        moment, parameter = name.split("/", 1)
-        if moment == "step" and name in moments and not (tensor >= 1 and float(tensor).is_integer()):
+    for name, tensor in moments.items():
+        if name.startswith("step/") and not (tensor >= 1 and float(tensor).is_integer()):
             raise CheckpointError(f"{name}: expected a count of steps; got {tensor.item()}")
+    # torch wants moments of every parameter; one that no pass has reached (of an image tower) was saved without
+    missing = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in expected.items() if name not in moments}
+    nested: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in (moments | missing).items():
+        moment, parameter = name.split("/", 1)
         nested.setdefault(parameter, {})[moment] = tensor
     restored: Any = {"state": nested, "param_groups": fresh["param_groups"]}
     dcp.set_optimizer_state_dict(model, optimizer, restored, options=dcp.StateDictOptions(full_state_dict=True))
     for weight, loaded in list(optimizer.state.items()):
-        if loaded["step"] == 0:
+        if loaded["step"] == 0:  # its first step will make them
             del optimizer.state[weight]
+            continue
         for name, tensor in loaded.items():
             if tensor.dim() and tensor.stride() != weight.stride():  # fused AdamW reads them in the order of memory
                 loaded[name] = torch.empty_like(weight).copy_(tensor)

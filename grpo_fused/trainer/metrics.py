@@ -61,7 +61,8 @@ def read_jsonl(path: Path) -> list[dict[str, float | None]]:
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))
-            math.isfinite(cast(float, rows[-1]["step"]))  # raises unless it is a number
+            if not isinstance(rows[-1]["step"], (int, float)):
+                raise TypeError
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"line {number} of {path} must be a JSON object with a step; got {line:.80}") from error
     return rows

@@ -124,9 +124,8 @@ def test_the_exact_kl_is_that_of_all_logits(
     if kind == "lora":
         peft = pytest.importorskip("peft")
         model = build_small_model(len(tokenizer))
-        lora = peft.LoraConfig(
-            r=4, target_modules=["q_proj", "lm_head"], lora_bias=True
-        )  # the head has no bias without
+        # without the adapter the head has no bias
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], lora_bias=True)
         trainer = GRPOTrainer(peft.get_peft_model(model, lora), *given)
     elif kind == "teacher":
         with torch.no_grad():
