@@ -90,6 +90,13 @@ def test_normalize_then_sum():
     torch.testing.assert_close(out.advantages, (summed - summed.mean()) / (summed.std() + 1e-4))
 
 
+def test_equal_rewards_of_each_function_are_exactly_zero():
+    """The mean of three times 0.1 is not 0.1."""
+    rewards = torch.tensor([[0.1, 0.7]], dtype=torch.float64).expand(9, 2)
+    assert not group_advantages(rewards, 3, aggregation="normalize_then_sum").advantages.any()
+    assert not estimators.gdpo(rewards, 3, torch.ones(9, dtype=torch.long)).any()
+
+
 def test_missing_z_scores_are_left_out_of_the_batch():
     """A single judged sample of three has no z-score, and an unjudged one neither: the batch's std is of the others."""
     rewards = [[7.0, None], [None, None], [None, None], [1.0, 5.0], [2.0, None], [6.0, 5.0]]

@@ -66,8 +66,7 @@ def group_advantages(
     groups = summed.view(-1, num_generations)
     std = nan_std(groups, dim=1)
     several = (~groups.isnan()).sum(dim=1) >= 2
-    lowest, highest = groups.nan_to_num(nan=torch.inf), groups.nan_to_num(nan=-torch.inf)
-    equal = lowest.amin(dim=1) == highest.amax(dim=1)
+    equal = all_equal(groups, dim=1).squeeze(1)
     if aggregation == "normalize_then_sum":
         scores = z_score(table.view(-1, num_generations, table.shape[1]), dim=1).view_as(table)
         advantages = z_score(weighted_sum(scores, weights), dim=0)
@@ -113,9 +112,16 @@ def nan_std(x: Tensor, dim: int) -> Tensor:
     return torch.where(count > 1, squares / (count - 1), torch.nan).sqrt()
 
 
+def all_equal(x: Tensor, dim: int) -> Tensor:
+    """Whether the judged samples are all the same, without the rounding of a mean; keeps `dim`."""
+    lowest, highest = x.nan_to_num(nan=torch.inf), x.nan_to_num(nan=-torch.inf)
+    return lowest.amin(dim=dim, keepdim=True) == highest.amax(dim=dim, keepdim=True)
+
+
 def z_score(x: Tensor, dim: int, eps: float = _EPS) -> Tensor:
-    """(x - mean) / (std + eps) over judged samples, NaN for others."""
-    return (x - x.nanmean(dim=dim, keepdim=True)) / (nan_std(x, dim) + eps)
+    """(x - mean) / (std + eps) over judged samples, NaN for others; 0 if all are equal."""
+    mean = torch.where(all_equal(x, dim), x, x.nanmean(dim=dim, keepdim=True))
+    return (x - mean) / (nan_std(x, dim) + eps)
 
 
 def as_table(rewards: Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]) -> Tensor:

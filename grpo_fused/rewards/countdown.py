@@ -28,7 +28,7 @@ def countdown_reward(
     Args:
         completions: N completions.
         target: N targets, numbers or their text; None: this sample is not judged.
-        nums: N lists of numbers; each may be used as often as it is listed.
+        nums: N lists of numbers; each may be used as often as it is listed, with either sign: minus is arithmetic.
         prompts: N prompts; one that ends with `<think>` has opened that block for its completion.
         use_all: Every listed number must be used.
         require_format: The completion must be `<think>…</think><answer>…</answer>`; else only one answer block.
@@ -49,7 +49,7 @@ def countdown_reward(
         given = given.tolist() if hasattr(given, "tolist") else given  # a tensor or an array
         if not isinstance(given, (list, tuple)):
             raise TypeError(f"the nums column must hold lists of numbers or None; got {given!r:.200}")
-        value, numbers = _exact("target", goal), Counter(_exact("nums", number) for number in given)
+        value, numbers = _exact("target", goal), Counter(abs(_exact("nums", number)) for number in given)
         arithmetic = evaluate_arithmetic(extract_answer(text) or "")
         if arithmetic is None or arithmetic.value != value or (require_format and parse_completion(text) is None):
             return 0.0

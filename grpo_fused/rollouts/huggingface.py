@@ -138,10 +138,12 @@ class HuggingFaceEngine:
 
 
 def layer_kinds(model: PreTrainedModel) -> set[str]:
-    """What a model's layers are, by its config: "full_attention", "sliding_attention", "linear_attention", ..."""
+    """What a model's layers are: "full_attention", "sliding_attention", "recurrent", ... as its config names them."""
     config = model.config.get_text_config()
     if kinds := getattr(config, "layer_types", None):
         return set(kinds)
+    if model._is_stateful:  # xLSTM, Mamba: their config has no `layer_types`
+        return {"recurrent"}
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     return {"sliding_attention" if sliding else "full_attention"}
 

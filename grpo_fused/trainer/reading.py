@@ -37,14 +37,18 @@ Settings = dict[str, Setting]
 
 
 class Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML in which 1e-6 is a number (as in YAML 1.2), and a date is a text."""
+    """YAML with decimal numbers: 1e-6 is one (as in YAML 1.2), dates, 1:30 (90 in YAML 1.1) and 010 (8) are texts."""
 
 
 Loader.yaml_implicit_resolvers = {
-    first: [pair for pair in pairs if not pair[0].endswith(":timestamp")]
+    first: [pair for pair in pairs if pair[0].rpartition(":")[2] not in ("timestamp", "int", "float")]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*[eE][-+]?\d+$"), list("-+0123456789"))
+for _kind, _form in {
+    "int": r"[-+]?(0|[1-9][\d_]*)$",
+    "float": r"[-+]?((\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.inf)$|\.nan$",
+}.items():
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_form, re.IGNORECASE), list("-+.0123456789"))
 
 
 def compose(text: str, name: str) -> yaml.Node | None:

@@ -49,6 +49,12 @@ def test_division_is_exact() -> None:
     assert judge("1/100000", 1e-5, [1, 100_000]) == 1.0  # printed as 1e-05
 
 
+def test_a_negative_number_is_written_with_a_minus() -> None:
+    assert judge("-3 * (2 - 7)", 15, [-3, 2, 7]) == 1.0
+    assert judge("2 - 7 * 3", -19, [-3.0, "-7", 2], use_all=True) == 1.0
+    assert judge("-3 * (2 - 7) + 3", 18, [-3, 2, 7]) == 0.0
+
+
 def test_use_all() -> None:
     assert judge("8 * 2 - 1", use_all=True) == 0.0
     assert judge("8 + 4 + 2 + 1", use_all=True) == 1.0

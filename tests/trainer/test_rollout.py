@@ -19,6 +19,8 @@ from transformers import (
     OpenAIGPTLMHeadModel,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
+    xLSTMConfig,
+    xLSTMForCausalLM,
 )
 
 from grpo_fused import CandidateSets, lm_head_inputs
@@ -331,6 +333,16 @@ def test_a_model_without_a_cache_of_keys_and_values(tokenizer: PreTrainedTokeniz
     torch.manual_seed(0)
     config = OpenAIGPTConfig(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=32)
     rollout = sampled(OpenAIGPTLMHeadModel(config).eval(), tokenizer, ["1+2="], num_generations=3)
+    assert rollout.completion_ids.shape[0] == 3
+
+
+def test_a_recurrent_model_has_no_cache_of_keys_and_values(tokenizer: PreTrainedTokenizerFast) -> None:
+    torch.manual_seed(0)
+    config = xLSTMConfig(
+        vocab_size=len(tokenizer), hidden_size=64, num_heads=2, num_hidden_layers=1, qk_dim_factor=1.0,
+        chunkwise_kernel="chunkwise--native_autograd", sequence_kernel="native_sequence__native", step_kernel="native",
+    )  # fmt: skip
+    rollout = sampled(xLSTMForCausalLM(config).eval(), tokenizer, ["1+2="], num_generations=3)
     assert rollout.completion_ids.shape[0] == 3
 
 
