@@ -252,6 +252,12 @@ class TestMisbehaviour:
         ("options", "error", "match"),
         [
             ({"inputs": {"x": torch.zeros(3)}}, ValueError, r"inputs\['x'\] must have shape \(4, 7\)"),
+            (
+                {"inputs": [torch.zeros(4, 7)]},
+                TypeError,
+                "inputs must be a mapping of names to tensors or None; got list",
+            ),
+            ({"inputs": {5: torch.zeros(4, 7)}}, ValueError, "must be valid argument names, .*; got 5"),
             ({"inputs": {"x": 3.0}}, TypeError, r"inputs\['x'\] must be a torch.Tensor; got float"),
             ({"inputs": {"x": torch.zeros(4, 7, requires_grad=True)}}, ValueError, "must be detached"),
             ({"inputs": {"cu_seqlens": torch.zeros(4, 7)}}, ValueError, "not cu_seqlens"),
@@ -397,7 +403,7 @@ def test_an_input_may_have_the_name_of_an_argument():
     """It is an argument of the call, which ranks compare; the objective itself is none."""
     nothing = CustomCall._make([None] * len(CustomCall._fields))
     call = nothing._replace(objective=clipped, inputs={"objective": torch.ones(2)}, alternative_inputs={})
-    assert [x for name, x in named(call) if name == "objective"] == [call.inputs["objective"]]
+    assert dict(named(call))["inputs['objective']"] is call.inputs["objective"]
 
 
 def test_under_autocast_checkpointing_and_compile():

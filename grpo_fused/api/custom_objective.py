@@ -109,11 +109,12 @@ def fused_linear_objective(
 
     Source: the idea of FlexAttention (arXiv 2412.05496), applied to policy losses.
     """
-    token_inputs = dict(inputs or {})
     with checking("fused_linear_objective", head, with_tokens=True):
         check_choice(scope, "scope", Scope)
         check_flag(with_entropy, "with_entropy")
         check.check_objective_scope(objective, scope)
+        token_inputs = check.inputs_of("inputs", inputs)
+        alternative_inputs = check.inputs_of("alternative_inputs", alternative_inputs)
         if scope == "token" and cu_seqlens is None:
             check.check_token_ids(token_ids, "token_ids")
         else:
@@ -128,7 +129,7 @@ def fused_linear_objective(
         call = CustomCall(
             hidden_states, lm_head, token_ids, objective, mask, cu_seqlens, candidates, token_inputs, scope,
             with_entropy, needs, run, torch.is_grad_enabled(), TokenSets.of(alternatives),
-            dict(alternative_inputs or {}),
+            alternative_inputs,
         )  # fmt: skip
         check.check_devices(call)
 

@@ -202,7 +202,7 @@ def fused_linear_logprobs(
         check.check_token_ids(token_ids, "token_ids")
         layout = Layout.of(token_ids)
         hidden_states, lm_head, candidates, run = head_of(hidden_states, lm_head_weight, token_ids, mask, layout, head)
-        check.check_alternatives(alternatives, None, token_ids, ())
+        check.check_alternatives(alternatives, {}, token_ids, ())
         others = TokenSets.of(alternatives)
         call = early(LogprobsCall(hidden_states, lm_head, token_ids, mask, candidates, with_entropy, run, others))
         check.check_devices(call)

@@ -378,14 +378,13 @@ _NO_SCORES: Any = Scores(*[None] * len(Scores._fields))  # type: ignore[arg-type
 
 
 def named(call: Any) -> list[tuple[str, Any]]:
-    """Names and values of the fields of a call; an inner tuple or mapping gives its own in its place.
+    """Names and values of the fields of a call; an inner tuple or mapping gives its own, the latter as `inputs['x']`.
 
     The objective of a `CustomCall` is left out: it may be any callable.
     """
     pairs: list[tuple[str, Any]] = []
-    custom = isinstance(call, CustomCall)
     for name, value in zip(call._fields, call, strict=True):
-        if custom and name == "objective":
+        if isinstance(call, CustomCall) and name == "objective":
             continue
         if value is None and name.endswith("lm_head"):
             value = _NO_HEAD
@@ -393,8 +392,10 @@ def named(call: Any) -> list[tuple[str, Any]]:
             value = _NO_SCORES
         if isinstance(value, tuple):
             pairs += [(_argument(name, field), x) for field, x in named(value)]
+        elif isinstance(value, Mapping):
+            pairs += [(f"{name}[{key!r}]", x) for key, x in value.items()]
         else:
-            pairs += value.items() if custom and isinstance(value, Mapping) else [(name, value)]
+            pairs.append((name, value))
     return pairs
 
 

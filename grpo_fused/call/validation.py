@@ -256,6 +256,13 @@ def check_objective_scope(objective: object, scope: str) -> None:
         raise ValueError(f"{objective!r} must be called with scope={own_scope!r}; got {scope!r}")
 
 
+def inputs_of(name: str, inputs: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """A copy of an objective's inputs, which may be a mapping or None."""
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise TypeError(f"{name} must be a mapping of names to tensors or None; got {type(inputs).__name__}")
+    return dict(inputs or {})
+
+
 def check_objective_inputs(inputs: Mapping[str, Tensor], layout: Layout) -> None:
     """Tensors shaped like the ids, detached, with names that no other argument has."""
     for name, x in inputs.items():
@@ -266,20 +273,20 @@ def check_objective_inputs(inputs: Mapping[str, Tensor], layout: Layout) -> None
 def _check_input(said: str, name: str, x: Tensor) -> None:
     if x.requires_grad:
         raise ValueError(f"{said} must be detached: no gradient reaches it; got one that requires grad")
-    if name in _GIVEN or not name.isidentifier():
+    if name in _GIVEN or not str(name).isidentifier():
         given = ", ".join(_GIVEN)
         raise ValueError(f"names in inputs must be valid argument names, not {given}; got {name!r}")
 
 
 def check_alternatives(
-    alternatives: CandidateSets | None, inputs: Mapping[str, Tensor] | None, token_ids: Tensor, names: Collection[str]
+    alternatives: CandidateSets | None, inputs: Mapping[str, Tensor], token_ids: Tensor, names: Collection[str]
 ) -> None:
     """N sets, and detached tensors [M] for the objective, whose names are none of `names`."""
     if alternatives is not None:
         check_sets(alternatives, token_ids, "alternatives")
     elif inputs:
         raise ValueError(f"alternative_inputs need alternatives; got {', '.join(inputs)} and None")
-    for name, x in (inputs or {}).items():
+    for name, x in inputs.items():
         assert alternatives is not None
         check_tensor(x, f"alternative_inputs[{name!r}]", ANY, (len(alternatives.ids),), beside="alternatives.ids")
         _check_input(f"alternative_inputs[{name!r}]", name, x)

@@ -525,16 +525,17 @@ def custom_loss(rank: int, group: Any, case: Case, impl: str, how: str, parts: l
     return {name: x.detach().double().numpy() for name, x in arrays.items()}
 
 
-def other_inputs(rank: int, group: Any, case: Case) -> str:
-    """The error of a custom objective whose inputs differ between ranks with slices of a head."""
+def other_inputs(rank: int, group: Any, case: Case, name: str | None) -> str:
+    """The error of a custom objective whose input differs between ranks with slices of a head; None: a list on one."""
     mine = of_vocabulary(case, slices([15, 14])[rank])
     values = torch.full(mine.completion_ids.shape, float(rank))
+    inputs: Any = [values] if name is None and rank else {name or "x": values}
     try:
         fused_linear_objective(
-            mine.hidden_states, mine.lm_head_weight, mine.completion_ids, clipped_objective, mine.completion_mask,
-            inputs={"old": torch.zeros_like(values), "advantages": values, "weights": torch.ones_like(values)},
+            mine.hidden_states, mine.lm_head_weight, mine.completion_ids,
+            lambda logps, entropies, **inputs: logps * inputs[name], mine.completion_mask, inputs=inputs,
             process_group=group,
         )  # fmt: skip
-    except ValueError as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
     return "no error"

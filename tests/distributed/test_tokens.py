@@ -126,9 +126,18 @@ def test_a_custom_objective(how, impl, workers):
         close(sum(got["dweight"] for got in results), want["dweight"], tol, "dweight")
 
 
-def test_inputs_of_a_custom_objective_are_compared(workers):
-    for error in workers.run(other_inputs, 2, make_case(5).to(torch.float32)):
-        assert error.startswith("all ranks of a process group must give the same advantages; got rank 0: "), error
+@pytest.mark.parametrize("name", ["advantages", "mask", "base"])
+def test_inputs_of_a_custom_objective_are_compared(workers, name):
+    """Of any name, also that of an argument."""
+    for error in workers.run(other_inputs, 2, make_case(5).to(torch.float32), name):
+        assert error.startswith(f"all ranks of a process group must give the same inputs['{name}']; got rank 0: "), (
+            error
+        )
+
+
+def test_inputs_that_are_no_mapping_on_one_rank_raise_on_all(workers):
+    for error in workers.run(other_inputs, 2, make_case(5).to(torch.float32), None):
+        assert "inputs must be a mapping of names to tensors or None; got list" in error
 
 
 def test_ranks_agree_on_what_an_advantage_is_for(monkeypatch):
