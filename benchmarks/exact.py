@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,6 +75,11 @@ class Exact(NamedTuple):
     def logp_error(self, logps: Tensor, problem: Problem) -> float:
         """The largest error over active tokens, in nats."""
         return float((logps.double() - self.logps)[problem.completion_mask].abs().max())
+
+
+def worst(*errors: float) -> float:
+    """The largest, NaN if one of them is: Python's `max` may pass over it."""
+    return float(np.max(errors))
 
 
 def wrong(errors: dict[str, float], dtype: torch.dtype, *, ours: bool) -> str | None:

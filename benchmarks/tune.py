@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import torch
 
+from benchmarks.exact import worst
 from benchmarks.measure import Small
 from benchmarks.results import Device
 from benchmarks.study import Section, main
@@ -67,7 +68,7 @@ def tune(N: int, H: int, V: int, device: str, rounds: int, *, candidates: bool =
         score = partial(head_scores, hidden, weight, targets, transform, with_entropy=True, config=config)
         store = partial(score, exponentials=room)
         try:
-            entry["max_logp_error"] = max((f().logp[few] - want).abs().max().item() for f in (score, store))
+            entry["max_logp_error"] = worst(*((f().logp[few] - want).abs().max().item() for f in (score, store)))
         except Exception as error:  # a compiler may refuse a shape; the others are still measured
             entry["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,14 @@ def test_heads():
     assert f"Gradients differ by {section['gradient_error']['bf16']:.2%} from those of peft's layer" in table
 
 
+def test_an_adapter_whose_gradient_is_nan_is_not_timed(monkeypatch):
+    """Though that of the hidden states is right."""
+    problem = heads.Problem("cpu")
+    problem.adapter.a.register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(SystemExit, match="bf16: gradients of H and A differ by nan%: nothing is timed"):
+        problem.check()
+
+
 @pytest.mark.parametrize("name", ["bf16", "int8", "NF4"])
 def test_a_wrong_gradient_of_a_head_is_not_timed(name, monkeypatch):
     problem = heads.Problem("cpu")
@@ -63,15 +73,16 @@ def test_alternatives(monkeypatch):
     assert any(line.startswith("| on logits, K = 128 |") for line in lines)
     on_logits = alternatives.Problem.on_logits
 
-    def wrong(problem: Any) -> torch.Tensor:
-        hook = problem.hidden.register_hook(lambda gradient: 1.1 * gradient)
+    def wrong(problem: Any, factor: float) -> torch.Tensor:
+        hook = problem.hidden.register_hook(lambda gradient: factor * gradient)
         loss = on_logits(problem)
         hook.remove()
         return loss
 
-    monkeypatch.setattr(alternatives.Problem, "on_logits", wrong)
-    with pytest.raises(SystemExit, match="loss and dH are off by .*: nothing is timed"):
-        next(alternatives.run(rounds=1))
+    for factor in (1.1, math.nan):
+        monkeypatch.setattr(alternatives.Problem, "on_logits", partialmethod(wrong, factor))
+        with pytest.raises(SystemExit, match="loss and dH are off by .*: nothing is timed"):
+            next(alternatives.run(rounds=1))
 
 
 def test_candidates(monkeypatch):
@@ -81,9 +92,10 @@ def test_candidates(monkeypatch):
     table = tables.candidates({"published": published, "window": window}, RUN)
     assert "| masked dense loss |" in table
     assert "A micro-batch whose rows are added to a gradient that is there takes" in table
-    monkeypatch.setattr(candidates.Problem, "score", lambda self, _: torch.zeros(self.targets.shape))
-    with pytest.raises(SystemExit, match="log-probs are off by .*: nothing is timed"):
-        candidates.published("cpu", impls, 1)
+    for value in (0.0, math.nan):
+        monkeypatch.setattr(candidates.Problem, "score", lambda self, _, x=value: torch.full(self.targets.shape, x))
+        with pytest.raises(SystemExit, match="log-probs are off by .*: nothing is timed"):
+            candidates.published("cpu", impls, 1)
 
 
 def test_divergence(monkeypatch):
@@ -92,6 +104,7 @@ def test_divergence(monkeypatch):
     monkeypatch.setattr(divergence, "QUICK", TINY["cpu"])
     (section,) = divergence.run(kinds=("reverse_kl",), rounds=1, quick=True)
     assert "| reverse_kl, grpo_fused |" in tables.divergence(section, RUN)
-    monkeypatch.setitem(divergence.IMPLEMENTATIONS, "grpo_fused", lambda *a: 1.1 * divergence.ours(*a))
-    with pytest.raises(SystemExit, match="grpo_fused reverse_kl is wrong: .*; nothing is timed"):
-        next(divergence.run(kinds=("reverse_kl",), rounds=1, quick=True))
+    for factor in (1.1, math.nan):
+        monkeypatch.setitem(divergence.IMPLEMENTATIONS, "grpo_fused", lambda *a, x=factor: x * divergence.ours(*a))
+        with pytest.raises(SystemExit, match="grpo_fused reverse_kl is wrong: .*; nothing is timed"):
+            next(divergence.run(kinds=("reverse_kl",), rounds=1, quick=True))

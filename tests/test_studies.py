@@ -19,8 +19,10 @@ from benchmarks import (
     integration_steps,
     limit,
     memory,
+    objective,
     study_plots,
     tables,
+    trl_steps,
 )
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Run, load
@@ -166,6 +168,12 @@ def test_forms_of_a_step_agree(capsys):
     assert found["custom_over_built_in"] > 0
 
 
+def test_a_custom_objective_that_is_nan_is_not_timed(monkeypatch):
+    monkeypatch.setattr(objective, "calls_of", lambda *shape: ({}, {"built-in": 1.0, "custom": math.nan}))
+    with pytest.raises(SystemExit, match="the custom objective must be the built-in one; .*; nothing is timed"):
+        next(objective.run(quick=True))
+
+
 SMALL_STEP = integration_steps.Setting(vocab=500, hidden=64, layers=1, sequences=4, length=8, dtype="float32")
 
 
@@ -186,6 +194,23 @@ def test_steps_that_disagree_are_not_timed(monkeypatch):
     monkeypatch.setitem(integration_steps.TOLERANCE, "float32", (1e-5, 0.0))
     with pytest.raises(RuntimeError, match="not timed: .*gradient_error"):
         integration_steps.measure("liger", SMALL_STEP, rounds=1, threads=1)
+
+
+def test_a_gradient_that_is_nan_is_above_the_tolerance():
+    """Whichever it is."""
+    own = {"loss": 1.0, "gradients": {name: torch.ones(2) for name in "abc"}}
+    for name in "abc":
+        ours = {"loss": 1.0, "gradients": own["gradients"] | {name: torch.tensor([1.0, math.nan])}}
+        assert math.isnan(integration_steps.compare(own, ours)["gradient_error"])
+
+
+def test_losses_of_a_trainer_that_are_nan_are_not_those_of_stock(monkeypatch):
+    losses = {"stock": [1.0, 2.0, 3.0], "patched": [1.0, 2.0, 3.0], "fused": [1.0, math.nan, 3.0]}
+    found = {"seconds": 1.0, "processor_seconds": 1.0, "peak_bytes": 1}
+    monkeypatch.setattr(trl_steps, "save_model", lambda folder: None)
+    monkeypatch.setattr(trl_steps, "in_child", lambda _, kind, *args, **env: found | {"losses": losses[kind]})
+    with pytest.raises(SystemExit, match="fused: losses are off by nan"):
+        next(trl_steps.run(rounds=1))
 
 
 @pytest.mark.full
