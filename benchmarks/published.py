@@ -24,7 +24,7 @@ from benchmarks.accuracy import outside, quantiles
 from benchmarks.mismatch import TEXTS, engine_of, policy_of, score  # which makes the settings of vLLM
 from benchmarks.study import Section, main
 from grpo_fused.heads.patches import Patches
-from grpo_fused.rollouts import vllm as integration
+from grpo_fused.rollouts import vllm_outputs
 from grpo_fused.trainer import Rollout, Sampling, roll_out
 
 GENERATIONS = 4
@@ -94,20 +94,20 @@ def run(
     tokens: Annotated[int, "of each row, at most"] = 2048,
 ) -> Iterator[Section]:
     """The section `published`."""
-    Patches((integration, "MOST_CANDIDATES", MOST))
-    narrow = Measured(model)
-    section: Section = {"model": model.resolve().name, "ratios": {}}
-    for name, truncation in TRUNCATIONS.items():
-        section["ratios"][name] = narrow.truncated(tokens, truncation)
-        print(name, section["ratios"][name], flush=True)
-    section["sizes"] = narrow.sizes(tokens)
-    print(section["sizes"], flush=True)
-    section["correlation"] = {"bf16": narrow.correlation(tokens)}
-    del narrow
-    gc.collect()
-    section["correlation"]["fp32"] = Measured(model, fp32_head=True).correlation(tokens)
-    print(section["correlation"], flush=True)
-    yield section
+    with Patches((vllm_outputs, "MOST_CANDIDATES", MOST)):
+        narrow = Measured(model)
+        section: Section = {"model": model.resolve().name, "ratios": {}}
+        for name, truncation in TRUNCATIONS.items():
+            section["ratios"][name] = narrow.truncated(tokens, truncation)
+            print(name, section["ratios"][name], flush=True)
+        section["sizes"] = narrow.sizes(tokens)
+        print(section["sizes"], flush=True)
+        section["correlation"] = {"bf16": narrow.correlation(tokens)}
+        del narrow
+        gc.collect()
+        section["correlation"]["fp32"] = Measured(model, fp32_head=True).correlation(tokens)
+        print(section["correlation"], flush=True)
+        yield section
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from benchmarks.providers import PROVIDERS
 from benchmarks.results import Run, load
 from benchmarks.study import main
 from grpo_fused.engines import libraries
+from grpo_fused.rollouts import vllm_outputs
 
 TINY = accuracy.Shape(B=2, T=24, H=64, V=1000)
 ENGINES = [
@@ -211,6 +213,26 @@ def test_losses_of_a_trainer_that_are_nan_are_not_those_of_stock(monkeypatch):
     monkeypatch.setattr(trl_steps, "in_child", lambda _, kind, *args, **env: found | {"losses": losses[kind]})
     with pytest.raises(SystemExit, match="fused: losses are off by nan"):
         next(trl_steps.run(rounds=1))
+
+
+def test_published_rollouts_get_more_log_probs_than_others(monkeypatch):
+    """In bf16 more tokens than the default keep the mass of a position."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # the module sets options of vLLM
+    from benchmarks import published
+
+    seen = []
+
+    class Measured:
+        def __init__(self, *args, **options) -> None:
+            seen.append(vllm_outputs.MOST_CANDIDATES)
+
+        truncated = sizes = correlation = lambda self, *args: {}
+
+    monkeypatch.setattr(published, "Measured", Measured)
+    usual = vllm_outputs.MOST_CANDIDATES
+    list(published.run(Path("gemma")))
+    assert seen == [published.MOST] * 2
+    assert vllm_outputs.MOST_CANDIDATES == usual < published.MOST
 
 
 @pytest.mark.full
