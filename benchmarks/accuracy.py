@@ -1,7 +1,6 @@
 """Errors of log-probs and ratios against float64 by size of the logits, in bf16: ours and the peers', same tensors.
 
-    python -m benchmarks.accuracy --out results.json                # a minute on two cores
-    python -m benchmarks.accuracy --max-logits 32 --dtype float16   # a part of it, in another dtype
+    python -m benchmarks.accuracy --out results.json    # a minute on two cores
 
 Hidden states and weight are normal, so logits are too: with a vocabulary of 32000 the policy is nearly uniform at
 max |z| = 4 and nearly certain at 128. Ids are sampled from it, as a rollout's are. The old log-probs of a ratio are
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,12 +63,12 @@ class Case(NamedTuple):
     """mean over tokens, nats"""
 
 
-def make_case(max_logit: float, dtype: torch.dtype, shape: Shape, device: str) -> Case:
-    """A case whose largest |logit| is about `max_logit`; the same random numbers for every size and dtype."""
+def make_case(max_logit: float, shape: Shape, device: str) -> Case:
+    """A case in bf16 whose largest |logit| is about `max_logit`; the same random numbers for every size."""
     p = make_problem(0, **shape._asdict(), dtype=torch.float32, device=device, masked=0.0, extras=False)
     g = torch.Generator(device).manual_seed(1)
     p.lm_head_weight *= max_logit / largest(p.hidden_states @ p.lm_head_weight.T)
-    p = replace(p, completion_mask=torch.ones_like(p.completion_ids, dtype=torch.bool)).to(dtype)
+    p = replace(p, completion_mask=torch.ones_like(p.completion_ids, dtype=torch.bool)).to(torch.bfloat16)
     z = p.hidden_states.double() @ p.lm_head_weight.double().T
     log_p = z.log_softmax(-1)
     p.completion_ids = torch.multinomial(log_p.exp().flatten(0, 1), 1, generator=g).view(shape.B, shape.T)
@@ -77,11 +76,11 @@ def make_case(max_logit: float, dtype: torch.dtype, shape: Shape, device: str) -
     return Case(p, logps, largest(z), float(z.square().mean().sqrt()), float(-(log_p.exp() * log_p).sum(-1).mean()))
 
 
-def providers(device: str, dtype: torch.dtype) -> dict[str, Callable[[Problem], Tensor]]:
+def providers(device: str) -> dict[str, Callable[[Problem], Tensor]]:
     """The log-probs [B, T] of those that can run here."""
     runnable: dict[str, Callable[[Problem], Tensor]] = {
         impl: lambda p, impl=impl: p.score(impl)  # type: ignore[misc]
-        for impl in engines_of(device, dtype)
+        for impl in engines_of(device)
     }
     peers = {"eager": PROVIDERS["eager"].logps, "TRL": PROVIDERS["trl"].logps, "Liger": liger_logps}
     runnable |= {name: f for name, f in peers.items() if PROVIDERS[name.lower()].unavailable(device) is None}
@@ -153,18 +152,18 @@ def histogram(ratios: Tensor) -> list[int]:
     return torch.histogram(inside, RATIO_BINS).hist.int().tolist()
 
 
-def study(dtype: str, sizes: tuple[float, ...], shape: Shape, device: str) -> Section:
+def study(sizes: tuple[float, ...], shape: Shape, device: str) -> Section:
     """The section `accuracy`: a row for each size of logits and provider, and ratio histograms of one size."""
     rows, counts = [], {}
     for size in sizes:
-        case = make_case(size, getattr(torch, dtype), shape, device)
-        about = {"dtype": dtype, "max_logit": case.max_logit, "logit_std": case.logit_std, "entropy": case.entropy}
-        for name, score in providers(device, case.problem.hidden_states.dtype).items():
+        case = make_case(size, shape, device)
+        about = {"dtype": "bfloat16", "max_logit": case.max_logit, "logit_std": case.logit_std, "entropy": case.entropy}
+        for name, score in providers(device).items():
             with torch.no_grad():
                 logps = score(case.problem).double()
             rows.append(about | {"provider": name} | (row := measure(case, logps)))
             error, flips = row["logp_error"]["max"], row["flipped"]["exact_old"]
-            print(f"{dtype} max|z| {size:5.1f} {name:21} dlogp {error:.1e} flipped {flips:6.2%}", flush=True)
+            print(f"max|z| {size:5.1f} {name:21} dlogp {error:.1e} flipped {flips:6.2%}", flush=True)
             if size == HISTOGRAM_AT:
                 counts[name] = {"exact": histogram(on_policy_ratios(case, logps))}
     return {
@@ -174,17 +173,13 @@ def study(dtype: str, sizes: tuple[float, ...], shape: Shape, device: str) -> Se
         "old_noise": OLD_NOISE,
         "promise": {"logp_error": PROMISED_ERROR, "up_to": PROMISED_UP_TO},
         "rows": rows,
-        "histograms": {"max_logit": HISTOGRAM_AT, "edges": RATIO_BINS.tolist(), "counts": {dtype: counts}},
+        "histograms": {"max_logit": HISTOGRAM_AT, "edges": RATIO_BINS.tolist(), "counts": {"bfloat16": counts}},
     }
 
 
-def run(
-    device: Device = "cpu",
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
-    max_logits: tuple[float, ...] = MAX_LOGITS,
-) -> Iterator[Section]:
+def run(device: Device = "cpu") -> Iterator[Section]:
     """The section `accuracy`."""
-    yield study(dtype, max_logits, Shape(), device)
+    yield study(MAX_LOGITS, Shape(), device)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ CHUNK = 1024
 """Tokens whose logits a peer holds at a time: all of the CPU's problem."""
 
 
-def engines_of(device: str, dtype: torch.dtype = torch.bfloat16) -> list[str]:
-    """Our engines that run here, the first choice of `auto` first."""
+def engines_of(device: str) -> list[str]:
+    """Our engines that run here in bf16, the first choice of `auto` first."""
     names = ("native", "chunked") if device == "cpu" else ("triton", "chunked")
-    return [name for name in names if engines.unavailable(name, torch.device(device), dtype) is None]
+    return [name for name in names if engines.unavailable(name, torch.device(device), torch.bfloat16) is None]
 
 
 def step(loss: Tensor, *leaves: Tensor) -> Tensor:

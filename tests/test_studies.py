@@ -40,7 +40,7 @@ ENGINES = [
 
 @pytest.fixture(scope="module")
 def tiny_accuracy():
-    return accuracy.study("bfloat16", (accuracy.HISTOGRAM_AT,), TINY, "cpu")
+    return accuracy.study((accuracy.HISTOGRAM_AT,), TINY, "cpu")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
