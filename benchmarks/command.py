@@ -17,7 +17,9 @@ def call(function: Callable[..., Any], argv: Sequence[str] | None = None) -> Any
 def parser_of(function: Callable[..., Any]) -> argparse.ArgumentParser:
     """Parameters with a default are options, the others are positional; `Annotated` has the help of one."""
     about = inspect.getmodule(function).__doc__
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         hint, words = parameter.annotation, ""
         if get_origin(hint) is Annotated:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import sys
@@ -63,9 +64,12 @@ def main(program: str, argv: Sequence[str] | None = None) -> None:
     with TemporaryDirectory() as folder:
         file = out or Path(folder) / "run.json"
         known = load(file).sections.get(section, {}) if file.exists() else {}
+        data: Section | None = None
         for data in study.run(**options):
             kept = {"cases": known.get("cases", {}) | data["cases"]} if study.keeps_cases else {}
             record(section, {"command": repeated(program, words), **data, **kept}, out=file, device=device)
+        if data is None:
+            return  # the program has printed why it measured nothing
         run = load(file)
         if study.table is not None:
             print(study.table(run.sections[section], run))
@@ -77,5 +81,7 @@ def main(program: str, argv: Sequence[str] | None = None) -> None:
 
 def repeated(program: str, words: list[str]) -> str:
     """The command that repeats a run, without its output file."""
-    kept = [word for i, word in enumerate(words) if "--out" not in (word, *words[i - 1 : i])]
+    without = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    without.add_argument("--out")
+    _, kept = without.parse_known_args(words)
     return shlex.join(["python", "-m", f"benchmarks.{program}", *kept])

@@ -27,7 +27,7 @@ from benchmarks import (
 )
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Run, load
-from benchmarks.study import main
+from benchmarks.study import main, repeated
 from grpo_fused.engines import libraries
 from grpo_fused.rollouts import vllm_outputs
 
@@ -233,6 +233,11 @@ def test_published_rollouts_get_more_log_probs_than_others(monkeypatch):
     list(published.run(Path("gemma")))
     assert seen == [published.MOST] * 2
     assert vllm_outputs.MOST_CANDIDATES == usual < published.MOST
+
+
+@pytest.mark.parametrize("out", [["--out", "r.json"], ["--out=r.json"]], ids=" ".join)
+def test_the_command_of_a_run_has_no_file(out):
+    assert repeated("cpu", ["--peers", *out, "--rounds", "2"]) == "python -m benchmarks.cpu --peers --rounds 2"
 
 
 @pytest.mark.full
