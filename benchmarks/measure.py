@@ -60,19 +60,33 @@ def check(provider: Provider, problem: Problem, exact: Exact) -> dict[str, float
     return errors
 
 
+Verdict = Callable[[Provider], dict[str, Any]]
+"""A provider to its errors, and why it is not timed if it is not."""
+
+
+def verdicts(problem: Problem) -> Verdict:
+    """Of the results of a problem, each by the loss that its provider computes."""
+    exact_of = cache(partial(Exact.of, problem))
+
+    def verdict(provider: Provider) -> dict[str, Any]:
+        def errors() -> dict[str, float]:
+            return check(provider, problem, exact_of(provider.per_token))
+
+        return judged(errors, problem.hidden_states.dtype, ours=provider.ours)
+
+    return verdict
+
+
 def measure(case: Case, device: str, providers: dict[str, Provider], *, rounds: int) -> dict[str, Any]:
     """Errors, times and ratios of forward + backward and of scoring."""
     torch.compiler.reset()  # or the compilations of other shapes count towards this one's limit
     problem = case.problem(device)
-    exact_of = cache(partial(Exact.of, problem))
+    verdict = verdicts(problem)
     bare = bare_gemms(case.N, case.H, case.V, DTYPES[case.dtype], device)
     calls: dict[str, Calls] = {what: {BASES[what]: bare[BASES[what]]} for what in ("forward_backward", "scoring")}
     rows: dict[str, dict[str, Any]] = {}
     for name, provider in providers.items():
-        rows[name] = judged(
-            lambda provider=provider: check(provider, problem, exact_of(provider.per_token)),
-            DTYPES[case.dtype], ours=provider.ours,
-        )  # fmt: skip
+        rows[name] = verdict(provider)
         peaks.release(device)
         if "not_timed" not in rows[name]:
             calls["forward_backward"][name] = call_of(provider, "forward_backward", problem)

@@ -10,16 +10,15 @@ comparisons and ratios to the bare products use `benchmarks.cpu`.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from benchmarks.exact import Exact, judged
-from benchmarks.measure import BASES, call_of, check
+from benchmarks.measure import BASES, Verdict, call_of, verdicts
 from benchmarks.problem import PATTERNS, Case
-from benchmarks.providers import PROVIDERS, Provider
+from benchmarks.providers import PROVIDERS
 from benchmarks.timing import cache_flush
 from grpo_fused.testing import Problem
 
@@ -29,18 +28,11 @@ ROUNDS = 5
 
 
 class Prepared(NamedTuple):
-    """A problem with its exact results, and for each provider so far: errors, and why it is not timed if it is not."""
+    """A problem, and what is said of each provider's results."""
 
     case: Case
     problem: Problem
-    exact: Exact
-    verdicts: dict[str, dict[str, Any]]
-
-    def verdict(self, provider: Provider) -> dict[str, Any]:
-        if provider.name not in self.verdicts:
-            errors = partial(check, provider, self.problem, self.exact)
-            self.verdicts[provider.name] = judged(errors, self.problem.hidden_states.dtype, ours=provider.ours)
-        return self.verdicts[provider.name]
+    verdict: Verdict
 
 
 @pytest.fixture(scope="module", params=["bf16", "fp32"])
@@ -52,7 +44,7 @@ def dtype(request) -> str:
 def prepared(request, dtype) -> Prepared:
     case = Case(*SHAPE, dtype, request.param)
     problem = case.problem(DEVICE)
-    return Prepared(case, problem, Exact.of(problem), {})
+    return Prepared(case, problem, cache(verdicts(problem)))
 
 
 @pytest.mark.parametrize("what", BASES)

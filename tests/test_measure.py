@@ -11,7 +11,7 @@ import torch
 from benchmarks import measure, memory, providers, timing
 from benchmarks.child import in_child
 from benchmarks.exact import Exact, wrong
-from benchmarks.problem import PATTERNS, Case, loss_from_logps, shares
+from benchmarks.problem import PATTERNS, Case, cross_entropy, loss_from_logps, shares
 from benchmarks.providers import PEERS, PROVIDERS, available
 from benchmarks.timing import bare_gemms, busy_gpu, cache_flush, times_by_round, with_ratios
 
@@ -84,6 +84,14 @@ def test_wrong_and_failed_results_are_not_timed():
     assert reasons["nan"].endswith("is off by nan")
     for name, row in rows.items():
         assert ("forward_backward" in row) == (reasons[name] is None)
+
+
+def test_a_provider_is_judged_by_its_own_loss():
+    problem, eager = SMALL.problem("cpu"), PROVIDERS["eager"]
+    mean = replace(eager, loss=lambda p: loss_from_logps(eager.logps(p), p, cross_entropy), per_token=cross_entropy)
+    verdict = measure.verdicts(problem)
+    assert "not_timed" not in verdict(mean)
+    assert "not_timed" in verdict(replace(mean, per_token=eager.per_token))
 
 
 def test_a_wrong_result_of_ours_fails_the_run(monkeypatch):
