@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
 from benchmarks import memory as peaks
 from benchmarks.exact import Exact, judged
-from benchmarks.problem import DTYPES, Case, clear, shares, train
+from benchmarks.problem import DTYPES, PATTERNS, Case, clear, shares, train
 from benchmarks.providers import PEERS, PROVIDERS, Provider, available
 from benchmarks.timing import Calls, bare_gemms, copy_bandwidth, times_by_round, with_ratios
 from grpo_fused.testing import Problem
@@ -27,8 +27,8 @@ BASES = {"forward": "bare-1", "forward_backward": "bare-3", "scoring": "bare-1"}
 
 Cases = Annotated[tuple[str, ...], "prefixes of names; default all"]
 Small = Annotated[bool, "one small problem, to test the program"]
-Patterns = Annotated[tuple[str, ...], "which tokens have a gradient; default all"]
-Peers = Annotated[tuple[str, ...], "names; default all, none: ours and the bare products only"]
+Patterns = Annotated[tuple[Literal[tuple(PATTERNS)], ...], "which tokens have a gradient; default all"]
+Peers = Annotated[tuple[Literal[PEERS], ...], "default all; none: ours and the bare products only"]
 Memory = Annotated[bool, "peak memory; on a CPU in fresh processes"]
 Seconds = Annotated[float | None, "start nothing new after this"]
 """Options of both programs."""
@@ -108,8 +108,6 @@ def chosen(
     plans: Iterable[Plan], cases: Iterable[str], patterns: Iterable[str], *, peers: Iterable[str], memory: bool
 ) -> list[Plan]:
     """The plans that the options select; at least one."""
-    if unknown := set(peers) - set(PEERS):
-        sys.exit(f"--peers must be of {', '.join(PEERS)}; got {', '.join(sorted(unknown))}")
     found = [
         plan._replace(peers=tuple(peer for peer in plan.peers if peer in set(peers)), memory=plan.memory and memory)
         for plan in plans

@@ -10,9 +10,11 @@ import torch
 
 from benchmarks import measure, memory, providers, timing
 from benchmarks.child import in_child
+from benchmarks.command import parser_of
 from benchmarks.exact import Exact, wrong
 from benchmarks.problem import PATTERNS, Case, cross_entropy, loss_from_logps, shares
 from benchmarks.providers import PEERS, PROVIDERS, available
+from benchmarks.studies import STUDIES
 from benchmarks.timing import bare_gemms, busy_gpu, cache_flush, times_by_round, with_ratios
 
 SMALL = Case(5, 16, 32, 300, "fp32")
@@ -133,8 +135,16 @@ def test_options_choose_problems_and_peers():
     for wrong_options in ({"cases": ("bf16",)}, {"patterns": ("sparse",)}):
         with pytest.raises(SystemExit, match="no problem is named"):
             measure.chosen(plans, **{"cases": ("",), "patterns": PATTERNS, **wrong_options}, peers=(), memory=True)
-    with pytest.raises(SystemExit, match=r"--peers must be of eager, .*; got lige$"):
-        measure.chosen(plans, ("",), PATTERNS, peers=("lige",), memory=True)
+
+
+@pytest.mark.parametrize("program", ["cpu", "limit", "sweep"])
+def test_a_peer_that_does_not_exist_is_refused(program, capsys):
+    parser = parser_of(STUDIES[program].run)
+    assert parser.parse_args(["--peers"]).peers == []
+    assert parser.parse_args(["--peers", "trl", "eager"]).peers == ["trl", "eager"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--peers", "lige"])
+    assert "--peers: invalid choice: 'lige' (choose from " in capsys.readouterr().err
 
 
 def test_memory_on_a_gpu_is_counted_in_this_process(monkeypatch):
