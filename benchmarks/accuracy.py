@@ -79,8 +79,7 @@ def make_case(max_logit: float, shape: Shape, device: str) -> Case:
 def providers(device: str) -> dict[str, Callable[[Problem], Tensor]]:
     """The log-probs [B, T] of those that can run here."""
     runnable: dict[str, Callable[[Problem], Tensor]] = {
-        impl: lambda p, impl=impl: p.score(impl)  # type: ignore[misc]
-        for impl in engines_of(device)
+        impl: lambda p, impl=impl: p.score(impl) for impl in engines_of(device)
     }
     peers = {"eager": PROVIDERS["eager"].logps, "TRL": PROVIDERS["trl"].logps, "Liger": liger_logps}
     runnable |= {name: f for name, f in peers.items() if PROVIDERS[name.lower()].unavailable(device) is None}

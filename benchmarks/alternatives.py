@@ -52,7 +52,7 @@ class Problem:
         loss = fused_linear_objective(
             self.hidden, self.weight, self.targets, objectives.score_centered_tis("top_k"), inputs=self.inputs(),
             alternatives=sets, alternative_inputs={"sampling_alternative_logps": self.of_alternatives.reshape(-1)},
-            impl=impl,  # type: ignore[arg-type]
+            impl=impl,
         ).loss  # fmt: skip
         return step(loss, self.hidden, self.weight)
 

@@ -147,7 +147,7 @@ def window(device: str, impl: str, rounds: int) -> dict[str, Any]:
 
     def micro_batch(adds: bool) -> None:
         fused_linear_grpo_loss(
-            problem.hidden, weight, problem.targets, problem.advantages, candidates=problem.sets, impl=impl,  # type: ignore[arg-type]
+            problem.hidden, weight, problem.targets, problem.advantages, candidates=problem.sets, impl=impl,
             add_to_weight_grad=adds,
         ).loss.backward()  # fmt: skip
         problem.hidden.grad = None

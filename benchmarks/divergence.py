@@ -49,7 +49,7 @@ class Problem:
 
 def ours(problem: Problem, kind: str, rows: int | None = None) -> Tensor:
     """grpo_fused."""
-    return fused_linear_divergence(*problem.tensors(rows), kind=kind).loss  # type: ignore[arg-type]
+    return fused_linear_divergence(*problem.tensors(rows), kind=kind).loss
 
 
 def trl(problem: Problem, kind: str, rows: int | None = None) -> Tensor:
@@ -79,7 +79,7 @@ def errors(problem: Problem, loss: Callable[..., Tensor], kind: str, rows: int =
     (dhidden,) = torch.autograd.grad(got, problem.hidden)
     hidden, weight, other, other_weight = (x.detach().double() for x in problem.tensors(rows))
     hidden.requires_grad_()
-    want = fused_linear_divergence(hidden, weight, other, other_weight, kind=kind, impl="reference").loss  # type: ignore[arg-type]
+    want = fused_linear_divergence(hidden, weight, other, other_weight, kind=kind, impl="reference").loss
     (exact,) = torch.autograd.grad(want, hidden)
     error = frobenius_error(dhidden[:rows], exact)
     return {"loss": abs(float(got.detach().double() / want.detach()) - 1.0), "dhidden": error}

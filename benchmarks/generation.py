@@ -32,7 +32,7 @@ def run(rounds: int = 5) -> Iterator[Section]:
     model = small_model(VOCAB).eval()
     sampling = Sampling(num_generations=GENERATIONS, max_completion_length=LENGTH, pad_token_id=0, eos_token_ids=())
     shared, separate = (HuggingFaceEngine(model, tiny_tokenizer()) for _ in range(2))
-    separate._prompt_cache = lambda ids, mask: {}  # type: ignore[method-assign]
+    separate._prompt_cache = lambda ids, mask: {}
     plain = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=LENGTH, pad_token_id=0)
     cases = []
     for longest in CASES:

@@ -39,7 +39,7 @@ class Grid(NamedTuple):
 
     def shapes(self) -> list[Shape]:
         """Every shape once, the base first."""
-        varied = [self.base._replace(**{name: v}) for name, values in self.values.items() for v in values]  # type: ignore[arg-type]
+        varied = [self.base._replace(**{name: v}) for name, values in self.values.items() for v in values]
         return list(dict.fromkeys([self.base, *varied]))
 
 

@@ -133,7 +133,7 @@ def prime_rl(ours: bool, setting: Setting, model: Any) -> Callable[[Batch], Tens
     if ours:
         from grpo_fused.integrations.prime_rl import FusedOutputLinear
 
-        module.FusedOutputLinear = FusedOutputLinear  # type: ignore[attr-defined]
+        module.FusedOutputLinear = FusedOutputLinear
     module.inject_prime_lm_head(model, 8192)
     temperature = torch.ones(setting.sequences, setting.length)
 
@@ -249,7 +249,7 @@ def deepspeed(project: str, ours: bool, setting: Setting, folder: Path, link: Co
     g = torch.Generator().manual_seed(int(os.environ["RANK"]))
     completion = torch.randint(2, 2 + len(WORDS), (setting.sequences, setting.length), generator=g)
 
-    class Given(FusedGRPOTrainer if ours else GRPOTrainer):  # type: ignore[misc]
+    class Given(FusedGRPOTrainer if ours else GRPOTrainer):
         def _generate_single_turn(self, prompt_ids: list[list[int]], images: Any, fields: Any, count: int) -> Any:
             return completion[: len(prompt_ids)].tolist(), None
 

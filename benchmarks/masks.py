@@ -219,7 +219,7 @@ def measure(models: dict[str, Qwen2ForCausalLM], tokens: int, cases: dict[str, A
                 ((option, value),) = truncation.items()
                 row = cases.setdefault(f"{name}, {option} {value:g}", {"tokens": tokens})
                 source = "masks" if masks else "log-probs"
-                sampling = Sampling(num_generations=BATCH, max_completion_length=tokens, seed=5, **truncation)  # type: ignore[arg-type]
+                sampling = Sampling(num_generations=BATCH, max_completion_length=tokens, seed=5, **truncation)
                 row[source] = case(engine, prompt, sampling)
                 print(name, option, value, row, flush=True)
                 yield

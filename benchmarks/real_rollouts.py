@@ -117,7 +117,7 @@ def times(recorded: Recorded) -> dict[str, dict[str, dict[str, float]]]:
     def sets(**truncation: float) -> CandidateSets:
         masks = []
         for rows, sampled in zip(states[0].detach().split(ROWS), ids.split(ROWS), strict=True):
-            kept = CandidateSets.from_logits((rows @ recorded.weight.T).float(), **truncation)  # type: ignore[arg-type]
+            kept = CandidateSets.from_logits((rows @ recorded.weight.T).float(), **truncation)
             masks.append(kept.to_mask(len(recorded.weight)).scatter(1, sampled[:, None], value=True))
         return CandidateSets.cat([CandidateSets.from_mask(mask) for mask in masks])
 
