@@ -144,9 +144,11 @@ def _outcome(command: list[str], seconds: float, rehearse: bool) -> str:
     try:
         status = process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
-        process.wait()
         return f"stopped at its limit of {seconds:.0f} s"
+    finally:
+        if process.returncode is None:  # also at an interrupt, of which it is not told
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+            process.wait()
     return "done" if status == 0 else f"failed with status {status}"
 
 

@@ -23,7 +23,7 @@ from benchmarks.providers import PROVIDERS, fused_loss
 from benchmarks.results import Device, Run, where
 from benchmarks.study import Section, main
 from benchmarks.tables import grid, ms, paragraphs, taken, title
-from benchmarks.timing import Calls, bare_gemms, cache_flush, times_by_round, with_ratios
+from benchmarks.timing import Calls, bare_gemms, cache_flush, summary, times_by_round, with_ratios
 from grpo_fused.testing import Problem
 
 CASES = [Case(4, N // 4, 896, 151936) for N in (256, 1024)]
@@ -100,7 +100,7 @@ def host_ms(call: Callable[[], object], rounds: int) -> float:
         start = time.perf_counter()
         call()
         times.append(1e3 * (time.perf_counter() - start))
-    return sorted(times)[len(times) // 2]
+    return summary(times)["median"]
 
 
 def table(section: Section, run: Run) -> str:

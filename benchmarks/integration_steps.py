@@ -113,7 +113,8 @@ def measure(project: str, setting: Setting, rounds: int, threads: int) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         sides: list[Side] = []
         try:
-            sides += [Side(project, name, setting, Path(folder), threads) for name in SIDES]
+            for name in SIDES:
+                sides.append(Side(project, name, setting, Path(folder), threads))
             errors = compare(*(side.check() for side in sides))
             print(f"{project}: {errors}", file=sys.stderr, flush=True)
             loss, gradient = TOLERANCE[setting.dtype]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -85,6 +86,22 @@ def test_steps_after_a_failure_and_a_hang_run(monkeypatch, tmp_path, capfd):
     assert "-- slow: stopped at its limit of 1 s" in printed
     assert "fine ran" in printed
     assert "no results; first took " in printed
+
+
+def test_an_interrupt_ends_the_step(monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def wait(self, timeout=None):
+            started.append(self)
+            if timeout is not None:
+                raise KeyboardInterrupt
+            return super().wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gpu._outcome([sys.executable, "-c", "import time; time.sleep(60)"], 30, rehearse=True)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_a_step_does_not_start_without_time_for_it(monkeypatch, tmp_path, capfd):

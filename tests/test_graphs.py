@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,6 +66,12 @@ def test_only_a_compacted_call_waits_for_the_device(device):
         device.waits.clear()
         step()
         assert bool(device.waits) == (way == "eager"), way
+
+
+def test_the_time_of_the_host_is_the_median_of_an_even_number_of_calls(device, monkeypatch):
+    seconds = iter([0.0, 1.0, 0.0, 3.0])
+    monkeypatch.setattr(graphs, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    assert graphs.host_ms(lambda: None, rounds=2) == 2000.0
 
 
 def test_what_cannot_be_captured_is_named(device, monkeypatch):
