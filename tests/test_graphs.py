@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import graphs, results
+from benchmarks import graphs, results, rows
 from benchmarks.results import Run, load, record
 from benchmarks.study import main
 
@@ -66,6 +66,20 @@ def test_only_a_compacted_call_waits_for_the_device(device):
         device.waits.clear()
         step()
         assert bool(device.waits) == (way == "eager"), way
+
+
+def test_a_wrong_gradient_of_a_row_kernel_is_found(device):
+    """Of the launch that also evaluates the objective, too."""
+    from grpo_fused.kernels.launch import TritonRows
+
+    class Wrong(TritonRows):
+        def loss(self, *args, **options):
+            found = super().loss(*args, **options)
+            problem.out.mul_(1.1)
+            return found
+
+    problem = rows.Problem(300, 2**14, "cuda")
+    assert problem.error(TritonRows()) < 1e-4 < problem.error(Wrong())
 
 
 def test_the_time_of_the_host_is_the_median_of_an_even_number_of_calls(device, monkeypatch):
