@@ -5,8 +5,8 @@
 
 Four parts. `published`: set sizes drawn as measured in a rollout with top_p = 0.97 (46 % of one token, median 2,
 mean 8, p99 82 to 100; prime-rl pull request 2979), with the bare products, the dense loss, the masked dense loss that
-frameworks use (all logits, those outside the set at -inf), and filling a fresh dW. Our dW is of zeros that the system
-clears when a page is first written to: a loss alone touches few of them, an optimizer (in `window`) all.
+frameworks use (all logits, those outside the set at -inf), and filling a fresh dW. Our dW is of huge pages, which the
+system clears when they are first written to; the rows of these sets lie in all of them.
 `window`: an optimizer step of `published`: 8 micro-batches, a clipped norm, AdamW and zeroing, with a new dW for each
 micro-batch, and with `add_to_weight_grad`; and one more micro-batch where there is a gradient.
 `growth`: all sets of one size, which shows from which size on the dense loss is faster. `recorded`: the hidden states,
@@ -182,7 +182,7 @@ def growth(device: str, impl: str, rounds: int) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def rollout_problem(device: str, *, warmup_steps: int = 200, prompts: int = 32, top_p: float = TOP_P) -> Problem:
+def rollout_problem(device: str, *, warmup_steps: int = 200, prompts: int = 32) -> Problem:
     """All tokens of a rollout of the small policy after its supervised warm-up, 8 completions of each prompt."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name, torch.enable_grad():
@@ -190,12 +190,12 @@ def rollout_problem(device: str, *, warmup_steps: int = 200, prompts: int = 32, 
         model = AutoModelForCausalLM.from_pretrained(Path(name) / "policy")
         tokenizer = AutoTokenizer.from_pretrained(Path(name) / "policy")
     sampling = Sampling(
-        num_generations=8, max_completion_length=24, top_p=top_p, pad_token_id=tokenizer.pad_token_id,
+        num_generations=8, max_completion_length=24, top_p=TOP_P, pad_token_id=tokenizer.pad_token_id,
         eos_token_ids=ending_token_ids(model, tokenizer),
     )  # fmt: skip
     texts = [puzzle["prompt"] for puzzle in make_puzzles()[:prompts]]
     rollout = roll_out(HuggingFaceEngine(model, tokenizer), [tokenizer(text).input_ids for text in texts], sampling)
-    policy = Policy(model, Accelerator(cpu=True), GRPOTrainerConfig(top_p=top_p))
+    policy = Policy(model, Accelerator(cpu=True), GRPOTrainerConfig(top_p=TOP_P))
     active = rollout.completion_mask
     hidden = policy.hidden_states(rollout)[active]
     sets = rollout.candidates.select(active.reshape(-1).nonzero().squeeze(1))

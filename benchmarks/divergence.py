@@ -4,7 +4,7 @@
     python -m benchmarks.divergence --quick                  # a small shape
 
 Forward + backward of the mean divergence. TRL and Liger call their limits of the JSD by beta = 0 (forward KL) and 1
-(reverse KL). Values and gradients are compared with float64 on some tokens before anything is timed.
+(reverse KL). Losses and dH are compared with float64 on some tokens before anything is timed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QUICK = (64, 128, 8192)
 Kind = Literal["forward_kl", "jsd", "reverse_kl"]
 BETAS: dict[Kind, float] = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}
 ERROR_BOUNDS = {"grpo_fused": 0.01, "trl": 0.5, "liger": 0.5}
-"""Relative errors of loss and gradient above which nothing is timed; logits that are rounded to bf16 cost up to 0.3."""
+"""Relative errors of loss and dH above which nothing is timed; logits that are rounded to bf16 cost up to 0.3."""
 
 
 class Problem:

@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks.command import call
 from benchmarks.ptx_profile import launched_as
 from benchmarks.tables import grid
+from grpo_fused.testing import frobenius_error
 
 TOKENS, HIDDEN, VOCAB = 128, 128, 2048
 LOG2E, LN2 = 1.4426950408889634, math.log(2.0)
@@ -140,19 +141,14 @@ def quack(case: Case) -> Found:
     return Found((operand @ case.weight.double()) * v, operand.T @ scaled.double(), at_target)
 
 
-def error(found: Tensor, want: Tensor) -> float:
-    """Relative, Frobenius."""
-    return float((found - want).norm() / want.norm())
-
-
 def rows() -> Iterator[list[str]]:
     """For each shape of the logits: errors of both."""
     for deviation, margin in SHAPES:
         case, logits = Case.of(deviation, margin), f"sd {deviation:g}"
         want, once = exact(case), exact(case, rounded=True)
         for name, found in (("ours", ours(case)), ("QuACK's arithmetic", quack(case))):
-            dhidden = error(found.dhidden, want.dhidden) / error(once.dhidden, want.dhidden)
-            dweight = error(found.dweight, want.dweight) / error(once.dweight, want.dweight)
+            dhidden = frobenius_error(found.dhidden, want.dhidden) / frobenius_error(once.dhidden, want.dhidden)
+            dweight = frobenius_error(found.dweight, want.dweight) / frobenius_error(once.dweight, want.dweight)
             at_target = float((found.at_target / want.at_target - 1).abs().max())
             above = f", target {margin:g} nats above" if margin else ""
             yield [logits + above, name, f"{dhidden:.2f}", f"{dweight:.2f}", f"{at_target:.1e}"]

@@ -44,10 +44,10 @@ PLANNED = 40
 """Seeds of our trainer and stock TRL; with fewer, nothing is said to be shown."""
 
 
-def points(row: dict[str, Any], digits: int = 1, scale: float = 100.0) -> tuple[str, str]:
+def points(row: dict[str, Any], scale: float = 100.0) -> tuple[str, str]:
     """A difference and its interval."""
     mean, low, high = (scale * row[name] + 0.0 for name in ("mean", "low", "high"))
-    return f"{mean:+.{digits}f}", f"{low:+.{digits}f} to {high:+.{digits}f}"
+    return f"{mean:+.1f}", f"{low:+.1f} to {high:+.1f}"
 
 
 def p_value(p: float) -> str:
@@ -137,8 +137,8 @@ def length_bias(section: Section, run: Run) -> str:
         for kind in ("wrong", "right"):
             against = section[kind]["against_dr_grpo"].get(name)
             cells += [
-                "{} ({})".format(*points(section[kind]["change"][name], 1, 1.0)),
-                "" if against is None else "{} ({})".format(*points(against, 1, 1.0)),
+                "{} ({})".format(*points(section[kind]["change"][name], 1.0)),
+                "" if against is None else "{} ({})".format(*points(against, 1.0)),
             ]
         rows.append([f"`{name}`", *cells])
     return paragraphs(

@@ -41,7 +41,6 @@ from benchmarks.study import Section, main
 from grpo_fused import CandidateSets
 from grpo_fused.heads.patches import Patches
 from grpo_fused.rollouts import vllm_outputs as integration
-from grpo_fused.rollouts.vllm_outputs import candidates_of
 from grpo_fused.trainer import Sampling, VLLMEngine
 from tests.with_vllm.runner_v2 import interpret
 
@@ -197,7 +196,7 @@ def case(engine: VLLMEngine, prompt: list[int], sampling: Sampling) -> dict[str,
         with ours.on(integration, "candidates_of"):
             for completion in batch:
                 integration.candidates_of(completion)
-        sets = candidates_of(one)
+        sets = integration.candidates_of(one)
     except RuntimeError as error:
         return found | {"refused": str(error)}
     if engine.masks:

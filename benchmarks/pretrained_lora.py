@@ -40,10 +40,10 @@ def adapted(model: Any, seed: int) -> Any:
     return with_adapters(model, RANK, seed)
 
 
-def train(arm: str, model: str, seed: int, rate: float = RATE) -> dict[str, Any]:
+def train(arm: str, model: str, seed: int) -> dict[str, Any]:
     """A run, in this process, as `benchmarks.pretrained.train`."""
     with tempfile.TemporaryDirectory() as name:
-        options = replace(pretrained.recipe(Path(model), Path(name), pretrained.STEPS, seed), learning_rate=rate)
+        options = replace(pretrained.recipe(Path(model), Path(name), pretrained.STEPS, seed), learning_rate=RATE)
         parts = load_parts(options)._asdict()
         parts["model"] = adapted(parts["model"], seed)
         trained = pretrained.trained_by(options, parts)
