@@ -22,8 +22,8 @@ from benchmarks.exact import worst
 from benchmarks.results import Device, Run, where
 from benchmarks.side_by_side import CHUNK, SHAPES, gradients_of, scratch_bytes, step
 from benchmarks.study import Section, main
-from benchmarks.tables import page
-from benchmarks.timing import MIB, bare_dtype, bare_products, times_by_round, with_ratios
+from benchmarks.tables import mib, page
+from benchmarks.timing import bare_dtype, bare_products, times_by_round, with_ratios
 from grpo_fused import HeadAdapter, QuantizedWeight, fused_linear_grpo_loss
 from grpo_fused.testing import frobenius_error
 
@@ -134,7 +134,7 @@ def run(device: Device = "cpu", rounds: int = 5) -> Iterator[Section]:
 
 def table(section: Section, run: Run) -> str:
     """Times, ratios to the bare products, and memory."""
-    weights = ", ".join(f"{name} {x / MIB:.0f} MiB" for name, x in section["weight_bytes"].items())
+    weights = ", ".join(f"{name} {mib(x)}" for name, x in section["weight_bytes"].items())
     sizes = f"N = {section['N']}, H = {section['H']}, V = {section['V']}, LoRA of rank {section['rank']}"
     error = section["gradient_error"]["bf16"]
     return (

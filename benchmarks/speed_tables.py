@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.results import Run, newest, newest_first, where
 from benchmarks.study import Section
 from benchmarks.sweep import PLANS as GPU_PLANS
-from benchmarks.tables import MIB, grid, ms, paragraphs, taken, title
+from benchmarks.tables import grid, mib, ms, paragraphs, taken, title
 
 NOT_YET = "not measured yet"
 SPEED_HEADER = (
@@ -28,8 +28,8 @@ def summary(runs: list[Run]) -> str:
     cells = ["time of forward + backward, memory beyond inputs and gradients"]
     for name in names:
         row = case["providers"][name]
-        mib = peak_mib(row)
-        cells.append(ms(row["forward_backward"]["ms"]["median"]) + (f", {mib:.0f} MiB" if mib is not None else ""))
+        memory = peak_mib(row)
+        cells.append(ms(row["forward_backward"]["ms"]["median"]) + ("" if memory is None else f", {memory:.0f} MiB"))
     shape = case["shape"]
     rows, source = _candidate_rows(run, shape, len(names), runs)
     words = f"{shape['dtype']}, {shape['N']} tokens, hidden size {shape['H']}, vocabulary {shape['V']}"
@@ -47,10 +47,10 @@ def _candidate_rows(dense: Run, shape: dict[str, Any], columns: int, runs: list[
     published = run.sections["candidates"]["published"]
     if any(published[name] != shape[name] for name in "NHV"):
         return [], ""
-    row, memory = published["calls"]["native loss"], published["scratch_bytes"]["native"] / MIB
+    row, memory = published["calls"]["native loss"], mib(published["scratch_bytes"]["native"])
     text = "the same with [candidate sets](docs/candidates.md) of the sizes that top-p 0.97 leaves"
     beside = ms(published["calls"]["native dense loss"]["ms"]["median"])
-    time = f"{ms(row['ms']['median'])} (dense {beside} in that run), {memory:.0f} MiB"
+    time = f"{ms(row['ms']['median'])} (dense {beside} in that run)" + (f", {memory}" if memory else "")
     source = f"; candidate sets: commit {run.machine['commit']}, {run.machine['date'][:10]}"
     return [[text, time, *[""] * (columns - 1)]], source
 
@@ -243,9 +243,8 @@ def _rate(flop_per_ms: float) -> str:
 
 
 def _memory(row: dict[str, Any]) -> str:
-    mib = peak_mib(row)
-    if mib is not None:
-        return f"{mib:.0f} MiB"
+    if (memory := peak_mib(row)) is not None:
+        return f"{memory:.0f} MiB"
     return _cell(row.get("memory_mib", {}).get("failed", ""))
 
 

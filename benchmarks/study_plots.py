@@ -221,7 +221,7 @@ def end_to_end_plot(section: dict[str, Any]) -> Figure:
         time.barh(y, 1e3 * head, color=color, height=0.66)
         time.barh(y, 1e3 * max(seconds - head, 0), left=1e3 * head, color=color, alpha=0.35, height=0.66)
         bar_text(time, 1e3 * max(seconds, head), y, f"{1e3 * seconds:,.0f} ms, head {r['head_share']:.0%}")
-        if "peak_bytes" in r:
+        if r.get("peak_bytes") is not None:
             memory.barh(y, r["peak_bytes"] / MIB, color=color, height=0.66)
             bar_text(memory, r["peak_bytes"] / MIB, y, f"{r['peak_bytes'] / MIB:,.0f}")
     for axes in (time, memory):

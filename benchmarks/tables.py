@@ -30,6 +30,11 @@ def ms(value: float) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
+def mib(size: float | None) -> str:
+    """Bytes in MiB as text; empty if they could not be measured."""
+    return "" if size is None else f"{size / MIB:.0f} MiB"
+
+
 def taken(row: dict[str, Any], digits: int = 2) -> tuple[str, str]:
     """The time of a call, and its ratio to another one's."""
     return ms(row["ms"]["median"]), f"{row['times_bare']['median']:.{digits}f}"
@@ -51,8 +56,7 @@ def calls_grid(calls: dict[str, Any], digits: int, ratio: str = "× bare (forwar
 
 def page(section: Section, first: str, digits: int) -> str:
     """A paragraph, a table of the section's calls, and their memory."""
-    known = ((name, x) for name, x in section["scratch_bytes"].items() if x is not None)
-    memory = ", ".join(f"{name} {x / MIB:.0f} MiB" for name, x in known)
+    memory = ", ".join(f"{name} {mib(x)}" for name, x in section["scratch_bytes"].items() if x is not None)
     chunk = section.get("chunk")
     on_logits = "" if chunk is None else f" Calls on logits take {chunk} tokens at a time."
     return paragraphs(
@@ -64,14 +68,14 @@ def training_step(steps: Run, shares: Run) -> str:
     """The time of steps of TRL's trainer with our loss and without, and the head's share in larger models."""
     section, of_head = steps.sections["trl_steps"], shares.sections["end_to_end"]["head_flop_share"]
     time = {name: f"{row['seconds']['median']:.1f} s" for name, row in section["trainers"].items()}
-    memory = {name: row["peak_bytes"]["median"] / MIB for name, row in section["trainers"].items()}
+    memory = {name: mib(row["peak_bytes"]["median"]) for name, row in section["trainers"].items()}
     others = ", ".join(f"{share:.0%} of {name}" for name, share in of_head.items() if name != "this model")
     return (
         f"{section['steps']} steps of TRL's trainer, generation included, on a small Qwen2 (H = {section['hidden']}, "
         f"{section['layers']} layers, V = {section['vocab']}, {section['threads']} thread):\n"
         f"{time['fused']} with `FusedGRPOTrainer` and {time['patched']} with `patch_trl()` instead of "
-        f"{time['stock']}; peak memory of the process {memory['fused']:.0f} MiB instead of "
-        f"{memory['stock']:.0f} MiB\n({where(steps)}). In this model most of the work is the head. "
+        f"{time['stock']}; peak memory of the process {memory['fused']} instead of "
+        f"{memory['stock']}\n({where(steps)}). In this model most of the work is the head. "
         f"The head is {others}: expect a smaller gain there."
     )
 
@@ -147,8 +151,7 @@ def end_to_end(section: Section, run: Run) -> str:
     """Time and memory of a training step, and the head's share of it; and the picture."""
     model, shares = section["model"], section["head_flop_share"]
     cells = (
-        (dtype, name, f"{row['tokens_per_second']:.0f}", f"{row['head_share']:.0%}",
-         f"{row['peak_bytes'] / MIB:.0f} MiB" if row.get("peak_bytes") else "")
+        (dtype, name, f"{row['tokens_per_second']:.0f}", f"{row['head_share']:.0%}", mib(row.get("peak_bytes")))
         for dtype, results in section["results"].items()
         for name, row in results.items() if "step_seconds" in row
     )  # fmt: skip
@@ -214,8 +217,7 @@ def divergence(section: Section, run: Run) -> str:
     def cells() -> Iterator[list[str]]:
         for name, error in section["errors"].items():
             provider, kind = name.split()
-            row, memory = section["calls"][name], section["scratch_bytes"][name]
-            yield [f"{kind}, {provider}", *taken(row), f"{memory / MIB:.0f} MiB",
+            yield [f"{kind}, {provider}", *taken(section["calls"][name]), mib(section["scratch_bytes"][name]),
                    f"{error['loss']:.0e}", f"{error['dhidden']:.0e}"]  # fmt: skip
 
     table = grid("| | time | × bare | memory | loss off by | dH off by |", cells())
