@@ -39,12 +39,11 @@ def record_all(out: Path) -> None:
     # of each configuration the variant that takes more registers: odd widths for pointers, all options of row kernels
     chosen = [("head", v) for v in aot_head.variants() if v.arch in KINDS and v.ships and v.hardest]
     chosen += [("rows", v) for v in aot_rows.variants() if v.arch in KINDS and v.options == "full"]
-    results.machine()  # the commit that is compiled
+    before = results.opened(out).sections.get("compiled", {})  # and the commit that is compiled
     with Pool(os.cpu_count()) as pool:
         found = dict(pool.imap(_inspect, chosen))
     for row in aot_candidates.table():
         found[f"{row['kernel']}-{row['arch']}-{row['dtype']}"] = _kept(row["arch"], row)
-    before = results.load(out).sections.get("compiled", {}) if out.exists() else {}
     results.record("compiled", before | {triton.__version__: found}, out=out)
 
 

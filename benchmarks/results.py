@@ -110,23 +110,33 @@ def new_path(device: str = "cpu", folder: Path = RESULTS) -> Path:
 def record(section: str, data: dict[str, Any], *, out: Path, device: str = "cpu") -> None:
     """Put a section into the file of a run, which is created if it does not exist; the old section is replaced.
 
-    A program may call it after each case, so that nothing is lost when it is stopped. The file must be of this device,
-    its threads and instructions, and this state of the code. Numbers that are not finite become null.
+    A program may call it after each case, so that nothing is lost when it is stopped. Numbers that are not finite
+    become null. See `opened` for which files it takes.
     """
-    about, sections = machine(device), {}
-    if out.exists():
-        run = load(out)
-        for key in ("device", "kind", "commit", "dirty", "threads", "native"):
-            if run.machine.get(key) != about.get(key):
-                raise ValueError(
-                    f"{out} is of {key} {run.machine.get(key)!r}, this run of {about.get(key)!r}: take a new file"
-                )
-        about, sections = run.machine, run.sections
+    _, about, sections = opened(out, device)
     out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"schema": SCHEMA, "machine": about, "sections": sections | {section: _plain(data)}}, indent=1)
     half = out.with_suffix(".tmp")
     half.write_text(text + "\n", encoding="utf-8")
     half.replace(out)  # atomic: a reader gets the old file or the new one
+
+
+def opened(out: Path, device: str = "cpu") -> Run:
+    """The run of a file that gets a section; without sections if there is no file yet.
+
+    Raises:
+        ValueError: It is of another device, of other threads or instructions, or of another state of the code.
+    """
+    about = machine(device)
+    if not out.exists():
+        return Run(out, about, {})
+    run = load(out)
+    for key in ("device", "kind", "commit", "dirty", "threads", "native"):
+        if run.machine.get(key) != about.get(key):
+            raise ValueError(
+                f"{out} is of {key} {run.machine.get(key)!r}, this run of {about.get(key)!r}: take a new file"
+            )
+    return run
 
 
 def load(path: Path) -> Run:

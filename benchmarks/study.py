@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.command import parser_of
-from benchmarks.results import Run, load, machine, new_path, record
+from benchmarks.results import Run, load, new_path, opened, record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,13 +57,13 @@ def main(program: str, argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="file of the run (see benchmarks.results)")
     options = vars(parser.parse_args(words))
     out, device = options.pop("out"), options.get("device", "cpu")
-    machine(device)  # reads the load before this program adds to it
     if out is None and study.new_file and not options["small"]:
         out = new_path(device)
     section = study.section.format(**options)
     with TemporaryDirectory() as folder:
         file = out or Path(folder) / "run.json"
-        known = load(file).sections.get(section, {}) if file.exists() else {}
+        # before anything is measured; it also reads the load before this program adds to it
+        known = opened(file, device).sections.get(section, {})
         data: Section | None = None
         for data in study.run(**options):
             kept = {"cases": known.get("cases", {}) | data["cases"]} if study.keeps_cases else {}

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import results
+from benchmarks import results, threads
 from benchmarks.results import SCHEMA, all_runs, load, machine, new_path, newest, record
+from benchmarks.study import main
 
 COMMITTED = sorted(results.RESULTS.glob("*/*.json"))
 
@@ -51,6 +52,15 @@ def test_a_file_is_of_one_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "machine", lambda device: machine(device) | {"commit": "another"})
     with pytest.raises(ValueError, match="commit"):
         record("accuracy", {}, out=out)
+
+
+def test_a_file_of_another_commit_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    out = tmp_path / "r.json"
+    record("loss", {}, out=out)
+    monkeypatch.setattr(results, "machine", lambda device: machine(device) | {"commit": "another"})
+    monkeypatch.setattr(threads, "run", lambda rounds=5: pytest.fail("measured"))
+    with pytest.raises(ValueError, match="commit .*: take a new file"):
+        main("threads", ["--out", str(out)])
 
 
 def test_never_overwritten(tmp_path):
