@@ -65,6 +65,8 @@ def main(
     """Print the lines."""
     if unknown := set(tables) - TABLES.keys():
         sys.exit(f"tables must be of {', '.join(TABLES)}; got {', '.join(sorted(unknown))}")
+    if tables and record is not None:
+        sys.exit("--record takes all kernels of Triton, and no tables")
     if record is not None:
         return record_all(record)
     for name in tables or TABLES:

@@ -48,8 +48,8 @@ def installed(release: str) -> Path:
     folder = ROOT / "build" / f"trl-{release}"
     if not (folder / "trl").is_dir():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
-        subprocess.run([*pip, "--no-deps", f"trl=={release}"], check=True)
         subprocess.run([*pip, "requests"], check=True)  # older ones import it; nothing else here brings it
+        subprocess.run([*pip, "--no-deps", f"trl=={release}"], check=True)
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -68,6 +69,21 @@ def test_importing_an_integration_checks_the_release(module, monkeypatch):
 def run_of(cases, commit="c", date="2026-11-23"):
     """A file of results with the section."""
     return Run(Path("f"), {"commit": commit, "date": f"{date}T10:00:00"}, {"releases": {"cases": cases}})
+
+
+def test_an_installation_that_failed_is_repeated(monkeypatch, tmp_path):
+    """A folder with TRL has what TRL needs, too."""
+
+    def pip(command, check):
+        if command[-1] == "requests":
+            raise subprocess.CalledProcessError(1, command)
+        (tmp_path / "build" / "trl-1.0.0" / "trl").mkdir(parents=True)
+
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    monkeypatch.setattr(subprocess, "run", pip)
+    for _ in range(2):
+        with pytest.raises(subprocess.CalledProcessError):
+            matrix.installed("1.0.0")
 
 
 def test_a_row_for_each_release():

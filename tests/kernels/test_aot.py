@@ -229,6 +229,14 @@ EXPONENTIALS
 """
 
 
+def test_a_record_is_of_all_tables(monkeypatch, tmp_path):
+    from benchmarks import aot
+
+    monkeypatch.setattr(aot, "record_all", lambda out: pytest.fail("compiled"))
+    with pytest.raises(SystemExit, match="--record takes all kernels of Triton, and no tables"):
+        aot.main(("cuda",), record=tmp_path / "r.json")
+
+
 def test_reading_machine_code():
     """A tile's row work without the rare mask; products that wait for each other."""
     from benchmarks.sass import is_serialized, tile_instructions
