@@ -34,9 +34,14 @@ BACKENDS = ("torch", "liger", "triton")
 OWN_BACKBONES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen3_5", "qwen3_5_moe")
 """Model types whose backbone gets forwards of verl's own, for a GPU: not run here. Their heads are plain products."""
 
+_FUSED_FORWARDS = ("forward_with_torch_backend", "forward_with_triton_backend")
+"""Names of verl's forwards that score tokens, in its modules of several architectures."""
+
 _patches = Patches()
 _forwards: dict[type, Patches] = {}
 """Of a class of models the one of its forward, on top of what verl has put there last."""
+_own_forwards: dict[type, Callable[..., Any]] = {}
+"""Of a class of models its forward before verl replaced it; `unpatch_verl` leaves verl's there."""
 _model: ContextVar[Any] = ContextVar("grpo_fused_verl_model", default=None)
 """The model whose forward is running; its `_grpo_fused_form` is the `HeadForm` of its head."""
 
@@ -52,7 +57,7 @@ def patch_verl() -> None:
         ImportError: verl is not installed, or is no release of `SUPPORTED`.
         ValueError, TypeError, RuntimeError: Later, when verl patches a model or runs it: a head that the fused form
             does not express, or that verl reads wrongly (a bias, a transform before the head, an adapter on it that is
-            no LoRA).
+            no LoRA), or a class of models that verl patched before.
     """
     global _patches
     check_release("verl", SUPPORTED)
@@ -162,13 +167,15 @@ def _checking(patch_forward_with_backends: Callable[..., None]) -> Callable[...,
         model: nn.Module, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
     ) -> None:
         kind = type(model)
-        before = kind.forward
-        model_forward = getattr(before, "model_forward", before)
+        model_forward = _own_forwards.setdefault(kind, kind.forward)
+        if use_fused_kernels and getattr(model_forward, "__name__", "") in _FUSED_FORWARDS:
+            raise RuntimeError(f"verl patched {kind.__name__} before patch_verl(): call it before any model is built")
         patch_forward_with_backends(model, use_fused_kernels, fused_kernels_backend)
+        verl_forward = kind.forward
         # verl 0.9.0 leaves the forward as it is for a backend that it does not have
-        if use_fused_kernels and fused_kernels_backend in BACKENDS and kind.forward is not before:
-            verl_forward = kind.forward
-            fused_forward = _known_to_its_head(verl_forward, model_forward)
+        is_verls = verl_forward is not model_forward and not hasattr(verl_forward, "knows_its_head")
+        if use_fused_kernels and fused_kernels_backend in BACKENDS and is_verls:
+            fused_forward = _known_to_its_head(verl_forward)
             # an attribute: copies of the model have it, too
             model._grpo_fused_form = _read_head(model, model_forward, fused_forward)  # type: ignore[assignment]
             _forwards[kind] = Patches((kind, "forward", fused_forward))
@@ -176,7 +183,7 @@ def _checking(patch_forward_with_backends: Callable[..., None]) -> Callable[...,
     return patch_checked_forward
 
 
-def _known_to_its_head(verl_forward: Callable[..., Any], model_forward: Callable[..., Any]) -> Callable[..., Any]:
+def _known_to_its_head(verl_forward: Callable[..., Any]) -> Callable[..., Any]:
     """verl's forward, which hands its head the weight alone, with the rest of the head known."""
 
     @functools.wraps(verl_forward)
@@ -184,7 +191,7 @@ def _known_to_its_head(verl_forward: Callable[..., Any], model_forward: Callable
         with holding(_model, self):
             return verl_forward(self, *args, **kwargs)
 
-    fused_forward.model_forward = model_forward  # type: ignore[attr-defined]
+    fused_forward.knows_its_head = True  # type: ignore[attr-defined]
     return fused_forward
 
 

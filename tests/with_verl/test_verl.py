@@ -204,6 +204,39 @@ def test_ranks_without_weights(patched):
         assert model._grpo_fused_form[:3] == (0.125, None, 83)
 
 
+def test_patching_again_reads_the_head_again(auto_takes):
+    base, config, options = TRANSFORMED["granite"]
+    model = build(base, config, **options)
+    scores = []
+    for _ in range(2):
+        adapter.patch_verl()
+        try:
+            scores.append(scored(model, "torch")[0])
+        finally:
+            adapter.unpatch_verl()
+    assert torch.equal(*scores)
+
+
+def test_a_class_that_was_refused_is_refused_again(patched):
+    model = build(PhiForCausalLM, PhiConfig)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="PhiForCausalLM must have this head, without a bias"):
+            scored(model, "torch")
+
+
+def test_a_class_that_verl_patched_first_is_refused():
+    """Its own forward is gone, with which the head would be compared."""
+    model = build()
+    monkey_patch.patch_forward_with_backends(model, True, "torch")
+    adapter.patch_verl()
+    try:
+        for backend in ("torch", "triton"):
+            with pytest.raises(RuntimeError, match="Qwen2ForCausalLM before patch_verl"):
+                monkey_patch.patch_forward_with_backends(model, True, backend)
+    finally:
+        adapter.unpatch_verl()
+
+
 def test_reductions_are_refused(patched):
     arguments = torch.randn(4, 8), torch.randn(9, 8), torch.arange(4)
     with pytest.raises(ValueError, match='reduction must be "none"'):
