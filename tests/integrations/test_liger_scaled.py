@@ -68,6 +68,14 @@ def test_ignored_states_may_be_nan():
         assert gradient.isfinite().all()
 
 
+def test_no_tokens():
+    hidden, weight, target = problem()
+    ids = torch.tensor([5, 0])
+    losses, logps = Fused.apply(hidden[:0], weight, target[:0], selected_token_ids=ids)
+    assert losses.shape == (0,)
+    assert logps.shape == (0, 2)
+
+
 def test_bf16_is_nearer_to_float64(liger_scaled):
     hidden, weight, target = (x.detach() for x in problem(torch.bfloat16))
     exact = liger_scaled.apply(hidden.double(), weight.double(), target, 1.0, -100, 1, True, torch.arange(6))

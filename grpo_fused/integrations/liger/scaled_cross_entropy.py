@@ -53,9 +53,9 @@ class FusedLinearScaledCrossEntropyFunction:
         check_flag(return_entropy, "return_entropy")
         check.check_token_ids(target, "target")
         active = target != ignore_index
-        sets, places = None, None
+        sets, places, count = None, None, 0
         if selected_token_ids is not None:
-            sets, places = _same_for_all(selected_token_ids, len(target), weight.shape[0])
+            sets, places, count = _same_for_all(selected_token_ids, len(target), weight.shape[0])
         out = fused_linear_logprobs(
             _input, weight, target, active, alternatives=sets, temperature=temperature, with_entropy=return_entropy
         )
@@ -63,12 +63,12 @@ class FusedLinearScaledCrossEntropyFunction:
         if out.entropies is not None:
             results.append(out.entropies)
         if out.alternative_logps is not None:
-            results.append(out.alternative_logps.view(len(target), -1)[:, places])
+            results.append(out.alternative_logps.view(len(target), count)[:, places])
         return results[0] if len(results) == 1 else tuple(results)
 
 
-def _same_for_all(ids: Tensor, num_tokens: int, vocab_size: int) -> tuple[CandidateSets, Tensor]:
-    """A set of the ids for each token, and the places of the ids in it."""
+def _same_for_all(ids: Tensor, num_tokens: int, vocab_size: int) -> tuple[CandidateSets, Tensor, int]:
+    """A set of the ids for each token, the places of the ids in it, and its size."""
     if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype != torch.int64:
         got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"selected_token_ids must be int64 [K]; got {got}")
@@ -76,4 +76,4 @@ def _same_for_all(ids: Tensor, num_tokens: int, vocab_size: int) -> tuple[Candid
         raise ValueError(f"selected_token_ids must be in [0, {vocab_size}); got {ids.min()} to {ids.max()}")
     unique, places = ids.unique(return_inverse=True)
     offsets = torch.arange(num_tokens + 1, device=ids.device) * len(unique)
-    return CandidateSets(unique.repeat(num_tokens), offsets), places
+    return CandidateSets(unique.repeat(num_tokens), offsets), places, len(unique)
