@@ -224,6 +224,19 @@ def test_the_models_own_config_truncates_nothing_else(min_p, folder):
         assert torch.equal(sets.to_mask(scores.shape[1]), scores > -torch.inf)
 
 
+def test_a_missing_top_k_is_the_one_of_transformers(folder):
+    """50, where neither config has one; a missing number of new tokens is no matter of what could be sampled."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(96)
+    config = GenerationConfig(max_length=5, do_sample=True, temperature=1.0, top_k=None, top_p=1.0)
+    with _recording(model, 1.0) as recorders:
+        out = model.generate(torch.arange(16).view(8, 2), generation_config=config, return_dict_in_generate=True,
+                             output_scores=True)  # fmt: skip
+    for sets, scores in zip(recorders[0].steps, out.scores, strict=True):
+        assert (sets.sizes == 50).all()
+        assert torch.equal(sets.to_mask(scores.shape[1]), scores > -torch.inf)
+
+
 def test_an_option_of_the_models_own_config_is_refused(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.generation_config = GenerationConfig(typical_p=0.9)

@@ -61,11 +61,13 @@ def sampling_of_vllm(parameters: Any, temperature: float) -> Sampling:
     changed = [name for name, x in options.items() if x != getattr(plain, name)]
     unknown = [f"{name}={options[name]}" for name in changed if name not in _KNOWN_VLLM]
     options["top_k"] = max(options["top_k"], 0)
-    return _sampling("vLLM", options, unknown, "max_tokens", temperature)
+    return _sampling("vLLM", options, unknown, temperature)
 
 
 def sampling_of(config: GenerationConfig, model_config: GenerationConfig, temperature: float) -> Sampling:
     """The sampling of `generate` with a config, whose missing values it takes from the model's, `model_config`.
+
+    What the model's lacks, too, are transformers' own values: a `top_k` of 50.
 
     Raises:
         ValueError: An option changes the distribution, and is none of temperature, top_k, top_p and min_p; or the
@@ -74,14 +76,16 @@ def sampling_of(config: GenerationConfig, model_config: GenerationConfig, temper
     options = {name: x for name, x in model_config.to_dict().items() if x is not None}
     options |= {name: x for name, x in config.to_dict().items() if x is not None}
     changed = GenerationConfig(**options).to_diff_dict().items()
+    defaults = GenerationConfig._get_default_generation_params()
+    options = {name: defaults[name] for name in ("temperature", "top_k", "top_p")} | options
     unknown = sorted(f"{name}={x}" for name, x in changed if name not in _KNOWN and x != _OFF.get(name))
     if not unknown and not options.get("do_sample"):
         unknown = ["do_sample=False"]
-    return _sampling("generate", options, unknown, "max_new_tokens", temperature)
+    return _sampling("generate", options, unknown, temperature)
 
 
-def _sampling(sampler: str, options: dict[str, Any], unknown: list[str], length: str, temperature: float) -> Sampling:
-    """From the options of a sampler, whose largest number of tokens is named `length`."""
+def _sampling(sampler: str, options: dict[str, Any], unknown: list[str], temperature: float) -> Sampling:
+    """From the options of a sampler; TRL's `generate` keeps its own batch and lengths."""
     if unknown:
         raise ValueError(
             "exact_truncation knows how temperature, top_k, top_p and min_p change the distribution; "
@@ -94,7 +98,7 @@ def _sampling(sampler: str, options: dict[str, Any], unknown: list[str], length:
         )
     names = ("temperature", "top_k", "top_p", "min_p")
     truncation = {name: options[name] for name in names if name in options}
-    return Sampling(num_generations=1, max_completion_length=options[length], **truncation)
+    return Sampling(num_generations=1, max_completion_length=1, **truncation)
 
 
 _scored: ContextVar[Iterator[tuple[list[CandidateSets], Tensor]] | None]
