@@ -357,6 +357,23 @@ def test_adapters_are_those_of_the_head_in_use(tmp_path):
         FusedLogProbFunction.apply(torch.randn(3, weight.shape[1]), weight, None, torch.arange(3), 1.0, 16)
 
 
+def test_trls_own_head_leaves_no_adapter_out(tmp_path):
+    """A trainer that was made with our head is told, where it scores without."""
+    peft = pytest.importorskip("peft")
+    from transformers import Qwen2ForCausalLM
+
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"])
+    model = peft.get_peft_model(Qwen2ForCausalLM.from_pretrained(save_small_model(tmp_path / "small")), config)
+    ids = torch.arange(4).unsqueeze(0)
+    with use_fused_head():
+        utils.add_fused_lm_head(model.get_base_model())
+    model(ids)  # as in `generate`
+    with pytest.raises(RuntimeError, match="which TRL's own head leaves out: patch_trl"):
+        model(input_ids=ids, labels=ids, fused_lm_head=True)
+    with model.disable_adapter():
+        model(input_ids=ids, labels=ids, fused_lm_head=True)
+
+
 def test_a_thread_without_a_block_keeps_what_is_trls(tmp_path, monkeypatch):
     """It shares the modules with a thread that has one."""
     from transformers import Qwen2ForCausalLM

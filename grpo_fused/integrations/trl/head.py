@@ -28,7 +28,7 @@ from grpo_fused.call.options import check_choice
 from grpo_fused.call.validation import is_alone_with
 from grpo_fused.heads import head_hidden_states, lm_head_inputs
 from grpo_fused.heads.check import undisturbed
-from grpo_fused.heads.modules import base_model, needs_a_gpu, output_head
+from grpo_fused.heads.modules import adapters_beside, base_model, needs_a_gpu, output_head
 from grpo_fused.heads.patches import Patches, Replacement, everywhere
 from grpo_fused.integrations.context import holding
 from grpo_fused.integrations.trl import logits
@@ -277,7 +277,13 @@ def _with_adapters_of_the_head(function: Callable[..., Any], place: int) -> Call
 
     @functools.wraps(function)
     def scoring(*args: Any, **kwargs: Any) -> Any:
-        with holding(adapted, args[place].get_output_embeddings()):
+        head = args[place].get_output_embeddings()
+        if kwargs.get("fused_lm_head") and active_head() is None and adapters_beside(head, None) != (None, ()):
+            raise RuntimeError(
+                "the lm head has a LoRA adapter, which TRL's own head leaves out: patch_trl() must be in force "
+                "wherever the trainer scores tokens"
+            )
+        with holding(adapted, head):
             return function(*args, **kwargs)
 
     return scoring
