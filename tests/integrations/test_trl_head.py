@@ -374,6 +374,23 @@ def test_trls_own_head_leaves_no_adapter_out(tmp_path):
         model(input_ids=ids, labels=ids, fused_lm_head=True)
 
 
+def test_a_compiled_model_is_compiled_once(tmp_path):
+    """`FusedGRPOTrainer` enters a block for each batch."""
+    from torch._dynamo.testing import CompileCounter
+    from transformers import Qwen2ForCausalLM
+
+    model, ids = Qwen2ForCausalLM.from_pretrained(save_small_model(tmp_path / "small")), torch.arange(8).view(2, 4)
+    with use_fused_head():
+        utils.add_fused_lm_head(model)
+    counter = CompileCounter()
+    compiled, counts = torch.compile(model, backend=counter), []
+    for _ in range(2):
+        with use_fused_head():
+            compiled(input_ids=ids, labels=ids, fused_lm_head=True)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1] > 0
+
+
 def test_a_thread_without_a_block_keeps_what_is_trls(tmp_path, monkeypatch):
     """It shares the modules with a thread that has one."""
     from transformers import Qwen2ForCausalLM

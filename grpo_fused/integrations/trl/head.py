@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from grpo_fused import engines
+from grpo_fused.api.custom_objective import eager
 from grpo_fused.api.head import HeadOptions, early, head_of, needs_of
 from grpo_fused.call.calls import LogprobsCall, tensors_of
 from grpo_fused.call.candidates import may_need_whole_head
@@ -240,9 +241,11 @@ def _restore() -> None:
         _patches.undo()
 
 
+@functools.cache  # another class in each block would compile a compiled model again
 def _head_in_place_of(chunked_logprob_function: Any) -> Any:
     class ActiveLogProbFunction:
         @staticmethod
+        @eager  # what is announced for a block is no part of a compiled model
         def apply(*args: Any) -> Any:
             return (active_head() or chunked_logprob_function).apply(*args)
 
