@@ -84,18 +84,26 @@ class Generation(NamedTuple):
         candidates: Sequence[CandidateSets] | None = None,
         alternatives: Sequence[ScoredSets] | None = None,
     ) -> Generation:
-        """From rows of different lengths; `candidates` and `alternatives` of each row."""
-        width = max(1, *map(len, ids))
+        """From rows of different lengths; `candidates` and `alternatives` of each row.
+
+        Raises:
+            ValueError: A row has not one log-prob, candidate set or set of alternatives for each of its tokens.
+        """
+        lengths = [len(row) for row in ids]
+        other_sets = None if alternatives is None else [row.sets for row in alternatives]
+        for name, rows in (("logps", logps), ("candidates", candidates), ("alternatives", other_sets)):
+            if rows is not None and (got := [len(row) for row in rows]) != lengths:
+                raise ValueError(f"{name} must have one entry for each token of each row, {lengths}; got {got}")
+        width = max([1, *lengths])
         padded = torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in ids])
         scores = None
         if logps is not None:
             scores = torch.tensor([[*row, *[0.0] * (width - len(row))] for row in logps], dtype=torch.float32)
         sets = None if candidates is None else padded_sets(candidates, width)
         others = None
-        if alternatives is not None:
-            of_positions = padded_sets([row.sets for row in alternatives], width)
-            others = ScoredSets(of_positions, torch.cat([row.logps for row in alternatives]))
-        return Generation(padded, length_mask(torch.tensor([len(row) for row in ids]), width), scores, sets, others)
+        if alternatives is not None and other_sets is not None:
+            others = ScoredSets(padded_sets(other_sets, width), torch.cat([row.logps for row in alternatives]))
+        return Generation(padded, length_mask(torch.tensor(lengths), width), scores, sets, others)
 
 
 @runtime_checkable

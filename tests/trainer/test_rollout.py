@@ -508,6 +508,18 @@ def test_results_of_an_engine_are_checked(engine: Recorded, message: str) -> Non
         roll_out(engine, [[3], [4]], Sampling(num_generations=1, max_completion_length=3))
 
 
+def test_a_row_of_an_engine_must_have_one_value_for_each_token() -> None:
+    """A missing log-prob would be padded to 0, and a missing set would be the whole vocabulary."""
+    ids, logps, one = [[3, 4], [5]], [[-1.0, -2.0], [-3.0]], CandidateSets(torch.tensor([5]), torch.tensor([0, 1]))
+    assert Generation.of_lists(ids, logps, 0).sampling_logps is not None
+    with pytest.raises(ValueError, match=r"logps must .* each token of each row, \[2, 1\]; got \[1, 1\]"):
+        Generation.of_lists(ids, [[-1.0], [-3.0]], 0)
+    with pytest.raises(ValueError, match=r"candidates must .*; got \[1, 1\]"):
+        Generation.of_lists(ids, logps, 0, [one, one])
+    with pytest.raises(ValueError, match=r"alternatives must .*; got \[1, 1\]"):
+        Generation.of_lists(ids, logps, 0, None, [ScoredSets(one, torch.zeros(1))] * 2)
+
+
 def rollout_of(lengths: list[tuple[int, int]]) -> Rollout:
     """Prompts and completions of the given lengths; ids number the tokens."""
     prompts = [list(range(1, p + 1)) for p, _ in lengths]
