@@ -71,8 +71,9 @@ class GRPOTrainer:
             divided by the processes, `accelerator` contradicts `config`, the processes share the model by other means
             than DDP or FSDP2 or not at all, the weights do not match the functions, a prompt cannot be encoded, has
             tokens that the model lacks or leaves no room for a completion in vLLM, vLLM would sample from another
-            distribution than the loss scores, the head of `reference_model` does not fit, peft would not save a
-            parameter that is trained, or `output_dir` has the checkpoints of a run and `resume` is off.
+            distribution than the loss scores, the head of `reference_model` does not fit or it has weights that are
+            trained, peft would not save a parameter that is trained, or `output_dir` has the checkpoints of a run and
+            `resume` is off.
         ValueError: A tracker of `config.report_to` is unknown, or `accelerator` does not log with it.
         TypeError: A reward function is not callable.
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
@@ -144,8 +145,12 @@ class GRPOTrainer:
         self.policy = Policy(model, self.accelerator, config)
         if reference_model is not None and config.loss.beta == 0:
             raise ValueError("reference_model is only used with loss.beta > 0; got beta 0")
-        if reference_model is model:
-            raise ValueError("reference_model must be another model; got the policy itself (leave it out)")
+        trained = {id(p) for p in model.parameters() if p.requires_grad}
+        if reference_model is not None and any(id(p) in trained for p in reference_model.parameters()):
+            raise ValueError(
+                "reference_model must be another model, with none of the weights that the policy trains; got one that "
+                "has some (leave it out for the policy as it was before training)"
+            )
         self.reference = None if config.loss.beta == 0 else Reference(self.policy, reference_model)
         self.update = Updater(self.policy, self.reference, self.policy.prepare(setup.adamw(model, config)), config)
         if engine is not None and not isinstance(engine, RolloutEngine):

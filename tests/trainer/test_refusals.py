@@ -117,7 +117,7 @@ def test_wrong_set_ups_are_refused(
         make_trainer(model, tokenizer, rows)
 
 
-@pytest.mark.parametrize("wrong", ["beta", "vocabulary", "scale", "itself"])
+@pytest.mark.parametrize("wrong", ["beta", "vocabulary", "scale", "itself", "embedding"])
 def test_a_reference_model_that_does_not_fit_is_refused(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], wrong: str
 ) -> None:
@@ -127,7 +127,10 @@ def test_a_reference_model_that_does_not_fit_is_refused(
     elif wrong == "vocabulary":
         other, message = build_small_model(len(tokenizer) + 1), f"same vocabulary; got .{len(tokenizer)}, "
     elif wrong == "itself":
-        other, message = model, "reference_model must be another model; got the policy itself"
+        other, message = model, "another model, with none of the weights that the policy trains"
+    elif wrong == "embedding":  # which the frozen reference would freeze in the policy, too
+        other.set_input_embeddings(model.get_input_embeddings())
+        message = "another model, with none of the weights that the policy trains"
     else:
         sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
         config = GraniteConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, logits_scaling=4.0)
