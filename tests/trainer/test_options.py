@@ -357,9 +357,10 @@ def test_an_accelerator_that_contradicts_the_options_is_refused(
 
 
 def test_numbers_are_of_the_type_of_their_option() -> None:
-    """transformers takes no temperature of 2."""
-    config = GRPOTrainerConfig(temperature=2, repetition_penalty=2)
+    """transformers takes no temperature of 2, and AdamW no beta of 0 beside one of 0.95."""
+    config = GRPOTrainerConfig(temperature=2, repetition_penalty=2, adam_betas=(0, 0.95))
     assert (repr(config.temperature), repr(config.repetition_penalty)) == ("2.0", "2.0")
+    assert repr(config.adam_betas) == "(0.0, 0.95)"
 
 
 def test_the_engine_samples_in_the_batches_that_were_asked_for(
