@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
@@ -181,16 +182,20 @@ class Checkpointer:
 
     @contextmanager
     def keeping_batch(self, step: int, rollout: Rollout, advantages: Tensor) -> Iterator[None]:
-        """Saves the batch whose loss is not finite."""
+        """Saves the batch whose loss is not finite; the error says where, or why it could not be written."""
         try:
             yield
         except NonFiniteError as error:
             if self.output_dir is None:
                 raise
             path = self.output_dir / f"failed-step-{step}-process-{self.accelerator.process_index}.safetensors"
-            path.parent.mkdir(parents=True, exist_ok=True)  # the main process makes the folder of its own disk
             tensors = rollout.tensors() | {"advantages": advantages}
             # an engine's tensors may share memory, of which safetensors writes none
             copies = {x: tensor.clone(memory_format=torch.contiguous_format) for x, tensor in tensors.items()}
-            save_file(copies, path)
-            raise type(error)(f"{error} in step {step}; its batch is in {path}") from error
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)  # the main process makes the folder of its own disk
+                save_file(copies, path)
+                batch = f"its batch is in {path}"
+            except (OSError, SafetensorError) as failure:  # which must not hide that the policy has diverged
+                batch = f"its batch could not be written to {path}: {failure}"
+            raise type(error)(f"{error} in step {step}; {batch}") from error

@@ -427,6 +427,30 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_batch(tmp_path: Path) 
     assert tensors["advantages"].shape == (OPTIONS["prompts_per_step"] * OPTIONS["num_generations"],)
 
 
+def test_a_diverged_policy_whose_batch_cannot_be_written_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path)
+    whole, save_file = trainer.reward_functions["count_ones"], checkpointer.save_file
+
+    def poisons(**columns: Any) -> list[float]:
+        if trainer.steps_done == 1:
+            with torch.no_grad():
+                trainer.model.model.norm.weight[0] = float("nan")
+        return whole(**columns)
+
+    def full(tensors: Any, path: Path) -> None:
+        if "failed-step" in path.name:
+            raise OSError("No space left on device")
+        save_file(tensors, path)
+
+    trainer.reward_functions["count_ones"] = poisons
+    monkeypatch.setattr(checkpointer, "save_file", full)
+    with pytest.raises(DivergedError, match=r"could not be written to .*: No space left on device; there is no check"):
+        trainer.train()
+    assert not checkpoints(tmp_path)
+
+
 def test_a_loss_that_is_not_finite_without_a_folder() -> None:
     trainer = make(None, steps=1)
 
