@@ -31,7 +31,7 @@ from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.data import Row, RowFilter, Rows, check_same_rows
 from grpo_fused.trainer.evaluation import evaluate
 from grpo_fused.trainer.interrupt import StopRequest
-from grpo_fused.trainer.metrics import Metrics, RunLog, check_trackers, format_facts
+from grpo_fused.trainer.metrics import COLUMNS, NOT_SHOWN, Metrics, RunLog, check_trackers, format_facts
 from grpo_fused.trainer.peers import Peers, check_processes, of_all_processes
 from grpo_fused.trainer.policy import Policy, Reference
 from grpo_fused.trainer.prompts import encode_prompt, prompt_text
@@ -57,7 +57,8 @@ class GRPOTrainer:
         reward_weights: One for each reward function, default 1.
         eval_dataset: Held-out rows. Scored greedily by the reward functions, and by pass@k (`config.eval_samples`) of
             the one with the largest weight.
-        evaluate: A custom function whose numbers are added to a step's metrics; called after the held-out evaluation.
+        evaluate: A custom function whose numbers are added to a step's metrics, under names that these do not have;
+            called after the held-out evaluation.
         reference_model: What the KL of the loss is towards, a teacher with the same vocabulary. Default the policy as
             it was before training.
         engine: The rollout engine; default the policy itself, by `generate`.
@@ -290,6 +291,8 @@ class GRPOTrainer:
         if self.eval_rows is not None:
             metrics = evaluate(self.sampler, self.eval_rows, self.config, success=int(self.reward_weights.argmax()))
         own = {} if self.evaluate_too is None else self.evaluate_too()
+        if taken := sorted(own.keys() & (COLUMNS.keys() | NOT_SHOWN)):
+            raise ValueError(f"evaluate must return numbers under names of its own; got {taken}, which a step has")
         return metrics | {name: float(value) for name, value in own.items()}
 
     def save(self) -> Path | None:

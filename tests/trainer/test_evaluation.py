@@ -75,6 +75,15 @@ def test_the_heaviest_reward_decides_and_unjudged_rows_do_not_count(
     assert make_trainer(model, tokenizer, rows, [always, of_some], **given).evaluate()["eval/pass@1"] == 1.0
 
 
+def test_own_metrics_do_not_replace_those_of_a_step(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    trainer = make_trainer(model, tokenizer, rows, evaluate=lambda: {"accuracy": 0.5, "step": 7.0, "reward": 1.0})
+    with pytest.raises(ValueError, match=r"names of its own; got \['reward', 'step'\], which a step has"):
+        trainer.train()
+    assert trainer.steps_done == 0
+
+
 def test_rows_that_nobody_judged_are_left_out_of_pass_at_k(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
 ) -> None:
