@@ -77,6 +77,8 @@ def bind(function: RewardFunction, options: Mapping[str, object], names: Collect
     signature = inspect.signature(function)
     columns = [p for name, p in signature.parameters.items() if name not in taken]
     vars(bound)["__signature__"] = signature.replace(parameters=columns)  # what is asked of a data set
+    if hasattr(function, "to"):  # a reward model, which the trainer moves to its device
+        vars(bound)["to"] = function.to
     return bound
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 from rewards.seeds import COMPLETIONS, COUNTDOWN_REWARDS, NUMS, TARGET
@@ -70,3 +71,22 @@ def test_errors_list_names_and_options() -> None:
         built_in("length", unit="words")
     with pytest.raises(TypeError, match="think_opened must be True, False or None"):
         built_in("countdown", think_opened=1)
+
+
+def test_a_bound_reward_model_moves_to_a_device() -> None:
+    """As one that a recipe names as `judge.py:judge`."""
+
+    class Judge:
+        moved_to: str | None = None
+
+        def to(self, device: str) -> None:
+            self.moved_to = device
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return [0.0] * len(completions)
+
+    judge = Judge()
+    bound: Any = bind(judge, {})
+    bound.to("meta")
+    assert judge.moved_to == "meta"
+    assert not hasattr(bind(len, {}), "to")
