@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,8 @@ from transformers import (
 
 from grpo_fused import GRPOLossConfig, group_advantages
 from grpo_fused.rollouts.huggingface import HuggingFaceEngine
-from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, NonFiniteError, ObjectiveOptions
+from grpo_fused.trainer import Generation, GRPOTrainer, GRPOTrainerConfig, NonFiniteError, ObjectiveOptions, loop
+from grpo_fused.trainer.peers import Peers
 from grpo_fused.trainer.recipe import LoRA, with_adapter
 from grpo_fused.trainer.setup import adamw
 from grpo_fused.trainer.update import learning_rate
@@ -369,6 +371,21 @@ def test_the_engine_samples_in_the_batches_that_were_asked_for(
     engine = make_trainer(model, tokenizer, rows, generation_batch_size=3).sampler.engine
     assert isinstance(engine, HuggingFaceEngine)
     assert engine.batch_size == 3
+
+
+def test_the_engine_of_a_sharded_policy_keeps_the_processes_in_step(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Sharded(Peers):
+        def __init__(self, accelerator: Accelerator) -> None:
+            super().__init__(accelerator)
+            self.is_sharded = True
+
+    for peers, is_sharded in ((Sharded, True), (Peers, False)):
+        monkeypatch.setattr(loop, "Peers", peers)
+        engine = make_trainer(model, tokenizer, rows).sampler.engine
+        assert isinstance(engine, HuggingFaceEngine)
+        assert (engine.synced, engine.autocast is nullcontext) == (is_sharded, is_sharded)
 
 
 def test_one_reward_function_needs_no_list(
