@@ -394,6 +394,19 @@ def test_rows_of_the_weight_outside_every_set_touch_nothing(impl, size, bad, scr
     assert fused_linear_logprobs(hidden, weight, ids, candidates=sets, impl=impl).logps.isnan().all()
 
 
+@pytest.mark.parametrize("impl", ["native", "chunked"])
+def test_a_masked_position_without_a_set_reads_no_row_of_the_weight(impl):
+    """With `compact=False` too, beside a token whose set `native` multiplies whole."""
+    hidden, weight = torch.randn(4, 17, requires_grad=True), torch.randn(600, 17)
+    weight[599] = torch.nan
+    weight.requires_grad_()
+    sets = CandidateSets(torch.arange(190).repeat(2), torch.tensor([0, 190, 380, 380, 380]))
+    mask = torch.tensor([True, True, False, False])
+    out = fused_linear_logprobs(hidden, weight, torch.arange(4), mask, candidates=sets, impl=impl, compact=False)
+    for gradient in torch.autograd.grad(out.logps.sum(), (hidden, weight)):
+        assert gradient.isfinite().all()
+
+
 def test_a_call_holds_no_vocab_sized_tensor():
     """Besides dW: the largest allocation of a forward pass is far below that of one row block of the weight."""
     from recording import AllocationRecorder

@@ -95,10 +95,10 @@ class CandidateEngine:
         return out, gradients._replace(hidden=hidden, tokens=worked, candidates=dproducts)
 
     def _split(self, work: Work) -> tuple[Tensor, Tensor]:
-        """Indices of the rows that need their set only, and of those of the whole head; none if masked with a set."""
+        """Indices of the active rows that need their set only, and of those of the whole head."""
         sizes, active = self.sets.sizes[work.rows], work.tokens.mask[work.rows]
-        small, large = (sizes > 0) & (sizes <= self.most), sizes > self.most
-        return (small & active).nonzero().squeeze(1), ((sizes == 0) | (large & active)).nonzero().squeeze(1)
+        small = (sizes > 0) & (sizes <= self.most)
+        return (small & active).nonzero().squeeze(1), (~small & active).nonzero().squeeze(1)
 
     def _blocks(self, work: Work, rows: Tensor) -> tuple[Tensor, ...]:
         """`rows` (indices of those of the work) in blocks of about `_BLOCK_CANDIDATES` candidates."""
