@@ -81,6 +81,12 @@ def test_rewards_may_be_tuples_or_an_array_or_none():
     assert group_advantages([], 2).advantages.shape == estimators.pass_at_k([], 2, 1).shape == (0,)
 
 
+def test_advantages_are_on_the_device_of_the_rewards():
+    rewards = torch.tensor([1.0, 0.0])
+    with torch.device("meta"):  # another one than the default
+        assert group_advantages(rewards, 2).advantages.device == estimators.rloo(rewards, 2).device == rewards.device
+
+
 def test_normalize_then_sum():
     rewards = torch.tensor([[1.0, 10.0], [2.0, 30.0], [3.0, 20.0], [0.0, 1.0], [4.0, 1.0], [1.0, 1.0]])
     out = group_advantages(rewards, 3, weights=[1.0, 2.0], aggregation="normalize_then_sum")

@@ -373,6 +373,20 @@ def test_no_sequences(options, impl):
     assert torch.autograd.grad(out.loss, logps)[0].shape == (0, 3)
 
 
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize(
+    "config", [make_config("vespo"), make_config("dapo", importance_sampling_level="sequence")], ids=config_id
+)
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_metrics_are_on_the_device_of_the_log_probs(impl, config, empty):
+    logps = torch.full((2, 3), -1.0)
+    mask = torch.full((2, 3), not empty)
+    advantages = torch.ones(2)
+    with torch.device("meta"):  # another one than the default
+        metrics = grpo_loss(logps, advantages, mask, config=config, impl=impl).metrics
+    assert {x.device.type for x in metrics.values()} == {"cpu"}
+
+
 def test_quantile_matches_torch():
     for seed in range(20):
         g = torch.Generator().manual_seed(seed)

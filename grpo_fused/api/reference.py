@@ -243,7 +243,7 @@ def grpo_loss(
         metrics["kl"] = every.mean(torch.cat([part.kl for part in parts if part.kl is not None] or [every.logps]))
     if entropy is not None:
         metrics["entropy"] = every.mean(entropy)
-    metrics |= _clip_metrics(parts, layout.is_per_token(inputs.advantages), config)
+    metrics |= _clip_metrics(parts, every.logps[:0], layout.is_per_token(inputs.advantages), config)
     flat_mask = active.view(layout.shape)
     return GRPOLossOutput(
         loss=loss,
@@ -370,14 +370,19 @@ def _aggregate(losses: list[Tensor], num_items: Tensor | None, config: GRPOLossC
     return sum(x.sum() for x in losses) / divisors[average]
 
 
-def _clip_metrics(parts: list[TokenLosses], advantage_per_token: bool, config: GRPOLossConfig) -> dict[str, Tensor]:
-    """TRL's metrics: means over active tokens, or over sequences for what has one value a sequence."""
+def _clip_metrics(
+    parts: list[TokenLosses], nothing: Tensor, advantage_per_token: bool, config: GRPOLossConfig
+) -> dict[str, Tensor]:
+    """TRL's metrics: means over active tokens, or over sequences for what has one value a sequence.
+
+    `nothing` is [0], on the device of the results.
+    """
     rule = config.kind.rule
 
     def mean(values: list[Tensor], empty: float = 0.0) -> Tensor:
         if config.has_one_value_a_sequence and not advantage_per_token:
-            return torch.tensor([x[0].item() if len(x) else empty for x in values] or [0.0]).mean()
-        return torch.cat(values or [torch.zeros(0)]).sum() / max(sum(map(len, values)), 1)
+            values = [x[:1] if len(x) else x.new_full((1,), empty) for x in values]
+        return torch.cat([nothing, *values]).sum() / max(sum(map(len, values)), 1)
 
     if rule == "vespo":
         return {"vespo/phi_seq_mean": mean([part.seen for part in parts], empty=1.0)}
@@ -392,7 +397,7 @@ def _clip_metrics(parts: list[TokenLosses], advantage_per_token: bool, config: G
     is_high = [((part.seen > high) & (part.advantages > 0)).double() for part in parts]
     if rule == "cispo":
         return {"cispo_clip_ratio": mean(is_high)}
-    lows, highs = ([x.mean() for x in values if len(x)] or [torch.tensor(math.nan)] for values in (is_low, is_high))
+    lows, highs = ([x.mean() for x in values if len(x)] or [nothing.mean()] for values in (is_low, is_high))
     return {
         "clip_ratio/low_mean": mean(is_low),
         "clip_ratio/high_mean": mean(is_high),

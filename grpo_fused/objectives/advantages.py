@@ -126,8 +126,10 @@ def z_score(x: Tensor, dim: int, eps: float = _EPS) -> Tensor:
 
 def as_table(rewards: Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]) -> Tensor:
     """[N, F] fp64: sums and standard deviations of rewards as large as 1e6 stay accurate."""
-    if hasattr(rewards, "__array__"):  # a tensor too
-        table = torch.as_tensor(rewards).detach()
+    if isinstance(rewards, Tensor):  # on its device, whatever the default one is
+        table = rewards.detach()
+    elif hasattr(rewards, "__array__"):
+        table = torch.as_tensor(rewards)
     else:
         try:
             rows = [[_number(r) for r in (row if isinstance(row, (list, tuple)) else [row])] for row in rewards]
