@@ -99,10 +99,14 @@ def check_names(function: str, options: Mapping[str, object], *refused: str) -> 
 def checking(
     function: str, options: Mapping[str, Any], *refused: str, with_tokens: bool = False
 ) -> AbstractContextManager[None]:
-    """Check the names of options, and give a block for the other checks, in which ranks of a group fail together."""
-    check_names(function, options, *refused)
+    """Check the names of options, and give a block for the other checks; in both ranks of a group fail together."""
     group = options.get("process_group")
-    return nullcontext() if group is None else refusing_together(group, with_tokens=with_tokens)
+    if group is None:
+        check_names(function, options, *refused)
+        return nullcontext()
+    with refusing_together(group, with_tokens=with_tokens):
+        check_names(function, options, *refused)
+    return refusing_together(group, with_tokens=with_tokens)
 
 
 def head_of(

@@ -268,6 +268,8 @@ def one_fails(rank: int, group: Any, case: Case, how: str, what: str) -> str:
         mine.completion_ids = torch.where(mine.completion_mask, 29, mine.completion_ids)
     elif rank == 1 and what == "advantage":
         mine.advantages = mine.advantages * torch.nan
+    elif rank == 1 and what == "keyword":
+        options["compacted"] = True
     elif rank == 1 and what == "states":
         mine.hidden_states = mine.hidden_states * torch.nan
     elif rank == 1 and what == "reading":  # as many tokens as sequences, and one of these is empty

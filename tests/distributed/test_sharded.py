@@ -136,6 +136,7 @@ def test_ranks_that_disagree_are_named(workers):
 
 
 FAILURES = {
+    "keyword": "TypeError: fused_linear_grpo_loss() got an unexpected keyword argument 'compacted'",
     "dtype": "TypeError: completion_ids must have an integer dtype; got torch.float32",
     "id": "ValueError: token ids on active positions must lie in [0, 29)",
     "advantage": "ValueError: advantages must be finite",
