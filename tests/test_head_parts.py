@@ -674,6 +674,15 @@ def test_memory_of_widened_blocks_is_within_the_engine_cost(impl, budget):
     assert allocated_peak(call) <= cost.scratch_bytes + count * (4 * 4 * width + 8 * 64)
 
 
+def test_several_upstream_gradients_at_once_reach_an_adapter():
+    case = case_of(adapters=2)
+    logps = fused_linear_logprobs(case.hidden, case.weight, case.ids, lm_head_adapter=case.adapters).logps.sum()
+    upstream = torch.tensor([1.0, -2.0])
+    several = torch.autograd.grad(logps, case.leaves, upstream, is_grads_batched=True, retain_graph=True)
+    for x, one in zip(several, gradients(logps, case.leaves), strict=True):
+        torch.testing.assert_close(x, torch.stack([one, -2.0 * one]))
+
+
 def test_hooks_of_an_adapter_are_called_where_rows_could_be_added_to_a_gradient():
     """`add_to_weight_grad` says that the weight's hooks may be left out, not those of an adapter."""
     case, calls = case_of(), []

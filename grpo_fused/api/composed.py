@@ -93,5 +93,6 @@ class _IEEEProduct(torch.autograd.Function):
         x, a = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False), ieee_products():
             dx = upstream @ a if ctx.needs_input_grad[0] else None
-            da = upstream.flatten(0, -2).T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+            rows = upstream.reshape(-1, upstream.shape[-1])  # `flatten` has no form for several upstream gradients
+            da = rows.T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
         return dx, da
