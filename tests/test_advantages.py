@@ -291,6 +291,7 @@ def test_whitening_adds_a_hundred_millionth_to_the_variance():
 def test_estimators_are_detached():
     one, leaf = torch.ones(2, 2), torch.rand(2, 2, requires_grad=True)
     for got in (
+        group_advantages(leaf, 2, weights=leaf[0]).advantages,
         estimators.remax(R[:2], leaf[0]),
         estimators.reinforce_plus_plus(leaf, one),
         estimators.optimal_token_baseline(leaf, one, 2, leaf, leaf, importance_sampling_ratio=leaf),

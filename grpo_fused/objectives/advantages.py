@@ -97,7 +97,7 @@ def check_groups(count: int, num_generations: int) -> None:
 def weighted_sum(table: Tensor, weights: Tensor | Sequence[float] | None) -> Tensor:
     """[N] of [N, F], with weights [F], 1 by default; NaN where no function judged."""
     given = [1.0] * table.shape[1] if weights is None else weights
-    weight = torch.as_tensor(given, dtype=torch.float64, device=table.device)
+    weight = torch.as_tensor(given, dtype=torch.float64, device=table.device).detach()
     if weight.shape != table.shape[1:] or not weight.isfinite().all():
         raise ValueError(
             f"weights must be [{table.shape[1]}], a finite one for each reward function; got {weight.tolist()}"
