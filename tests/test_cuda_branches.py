@@ -11,7 +11,14 @@ pytest.importorskip("triton")
 
 from cuda_double import CudaTensor, cuda_double
 
-from grpo_fused import GRPOLossConfig, engines, fused_linear_grpo_loss, fused_linear_logprobs
+from grpo_fused import (
+    GRPOLossConfig,
+    check_objective,
+    engines,
+    fused_linear_grpo_loss,
+    fused_linear_logprobs,
+    objectives,
+)
 from grpo_fused.api import autograd
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import products
@@ -367,3 +374,9 @@ def test_auto_takes_chunked_with_triton_rows(double):
     case = gpu_case()
     assert torch.equal(case.run(CONFIGS[0]).dweight, case.run(CONFIGS[0], impl="chunked").dweight)
     assert double.launches["row_loss_fwd_bwd_kernel"] == 2
+
+
+def test_check_objective_takes_inputs_on_a_gpu(double):
+    inputs = {name: -torch.rand(4, 3, device="cuda") for name in ("advantages", "sampling_per_token_logps")}
+    others = {"sampling_alternative_logps": -torch.rand(24, device="cuda")}
+    check_objective(objectives.score_centered_tis(), inputs, alternative_inputs=others)

@@ -188,6 +188,7 @@ def check_objective(
     logps, entropies = -3.0 * random(shape.numel()), 2.0 * random(shape.numel()) if with_entropy else None
     rows = torch.arange(shape.numel(), device="cpu")
     inputs = {name: x.cpu() for name, x in inputs.items()}
+    other_inputs = {name: x.cpu() for name, x in (alternative_inputs or {}).items()}
     others, of_others = None, None
     if alternative_inputs is not None:
         sizes = (rows % 5)[torch.randperm(len(rows), generator=g, device="cpu")]
@@ -195,7 +196,7 @@ def check_objective(
         others = CandidateSets(rows.new_zeros(2 * len(rows)), offsets_of(sizes))
         of_others = -3.0 * random(2 * len(rows))
     layout = Layout(shape, shape[0], None)
-    run = Evaluation(objective, inputs, layout, rows, scope, with_entropy, others, alternative_inputs or {})
+    run = Evaluation(objective, inputs, layout, rows, scope, with_entropy, others, other_inputs)
     if scope == "token":
         order = torch.randperm(len(rows), generator=g, device="cpu")
         parts: list[slice | Tensor] = list(order.split(max(len(order) // 3, 1)))
