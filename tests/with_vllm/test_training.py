@@ -61,10 +61,10 @@ def test_rewards_rise(engine: VLLMEngine, adapter: bool) -> None:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=8, lora_alpha=32, target_modules="all-linear"))
-    history = make_trainer(model, engine, steps=10, num_iterations=2, learning_rate=2e-2 if adapter else 1e-2).train()
+    history = make_trainer(model, engine, steps=12, num_iterations=2, learning_rate=5e-2 if adapter else 1e-2).train()
     first, *_, previous, last = (metrics["reward"] for metrics in history)
-    # of 0 to 1; the two model runners draw other samples, and one reward of the adapter varies by about 0.1
-    assert (previous + last) / 2 > first + (0.1 if adapter else 0.2)
+    # of 0 to 1; by `generate`, the adapter gains 0.32 to 0.52 with five seeds
+    assert (previous + last) / 2 > first + 0.2
     for metrics in history:
         assert metrics[f"{RATIO}/mean"] == pytest.approx(1, abs=1e-3)  # vLLM has each step's weights
 
