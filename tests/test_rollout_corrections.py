@@ -212,6 +212,8 @@ BAD = {
     "sampling-none": (TypeError, "sampling_per_token_logps must be a torch.Tensor; got NoneType", {"sampling_per_token_logps": None}),
     "mask-shape": (ValueError, "mask must have shape", {"mask": MASK[:, :2]}),
     "mask-values": (ValueError, "only 0 and 1", {"mask": MASK * 2}),
+    "sampling-infinite": (ValueError, r"sampling_per_token_logps must not be \+inf on active tokens; got others at 1",
+                          {"sampling_per_token_logps": torch.tensor([[-1.0, inf, inf], [-1.0, -1.0, -1.0]])}),
     "old-nan": (ValueError, "old_per_token_logps must not be NaN", {"old_per_token_logps": SAMPLING}),
     "old-dtype": (TypeError, "old_per_token_logps must be fp16", {"old_per_token_logps": MASK}),
     "unpacked": (ValueError, "packed", {"cu_seqlens": torch.tensor([0, 6])}),

@@ -476,13 +476,16 @@ def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | No
         _refuse("importance_sampling_ratio", "be finite and >= 0", ~(ratio.isfinite() & (ratio >= 0)), active)
 
 
-def check_rollout_values(old_per_token_logps: Tensor, mask: Tensor | None, layout: Layout) -> None:
-    """Offsets that cover the tokens, masks of 0 and 1, and old log-probs that are numbers where a token is active."""
+def check_rollout_values(
+    old_per_token_logps: Tensor, sampling_per_token_logps: Tensor, mask: Tensor | None, layout: Layout
+) -> None:
+    """Offsets that cover the tokens, masks of 0 and 1, and log-probs of active tokens; the sampler may lack some."""
     if values_are_checked(old_per_token_logps.device):
         check_offsets(layout)
         check_zero_or_one(mask)
         active = active_tokens(mask, old_per_token_logps).reshape(-1)
         _refuse_no_logps("old_per_token_logps", old_per_token_logps, active)
+        _refuse("sampling_per_token_logps", "not be +inf", sampling_per_token_logps == math.inf, active)
 
 
 def check_tensor(x: Any, name: str, kind: Kind, *shapes: tuple[Size, ...], beside: str = "") -> None:

@@ -65,7 +65,8 @@ def importance_sampling_correction(
 
     Raises:
         ValueError: shapes that do not match, an unknown mode, bounds out of range or order, a truncating mode without
-            a bound; NaN or +inf in the trainer's log-probs on active tokens (CPU; elsewhere with `GRPO_FUSED_DEBUG=1`).
+            a bound; NaN in the trainer's log-probs or +inf in either on active tokens (CPU; elsewhere with
+            `GRPO_FUSED_DEBUG=1`).
         TypeError: a wrong type or dtype.
 
     Equivalent in plain PyTorch (sequence_mask, no NaN)::
@@ -85,7 +86,7 @@ def importance_sampling_correction(
     check_choice(mode, "mode", ImportanceSamplingMode)
     lowest, highest = _checked_bounds(clip_min, clip_max, mode)
     layout = Layout.of(old_per_token_logps, cu_seqlens)
-    check.check_rollout_values(old_per_token_logps, mask, layout)
+    check.check_rollout_values(old_per_token_logps, sampling_per_token_logps, mask, layout)
 
     active = active_tokens(mask, old_per_token_logps)
     both = [x.double().clamp(min=LOWEST_LOGP) for x in (old_per_token_logps, sampling_per_token_logps)]
