@@ -20,7 +20,8 @@ def everywhere(module: ModuleType, name: str, value: Any) -> list[Replacement]:
     original, package = getattr(module, name), module.__name__.split(".")[0] + "."
     # thousands, and FusedGRPOTrainer does it for each batch
     modules = [loaded for key, loaded in list(sys.modules.items()) if f"{key}.".startswith(package)]
-    return [(loaded, name, value) for loaded in modules if vars(loaded).get(name) is original]
+    # None: a program forbids the import
+    return [(loaded, name, value) for loaded in modules if loaded is not None and vars(loaded).get(name) is original]
 
 
 _turns: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()

@@ -37,6 +37,7 @@ def test_all_modules_of_a_package_that_import_a_function(monkeypatch):
     modules = [module("toy", f=len), module("toy.sub", f=len), module("toy.other", f=max), module("toyish", f=len)]
     for toy in modules:
         monkeypatch.setitem(sys.modules, toy.__name__, toy)
+    monkeypatch.setitem(sys.modules, "toy.forbidden", None)
     patches = Patches(*everywhere(modules[1], "f", sum))
     assert [m.f for m in modules] == [sum, sum, max, len]
     assert sorted(patches.names) == ["toy.f", "toy.sub.f"]
