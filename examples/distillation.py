@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import Qwen2ForCausalLM
 
+from examples.arithmetic.__main__ import positive_int
 from examples.arithmetic.evaluate import evaluate
 from examples.arithmetic.model import build_model, build_tokenizer
 from examples.arithmetic.task import Split, demonstrate, split_questions
@@ -89,14 +90,15 @@ class Study:
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains the teacher and the policy, and draws the policy's curves."""
     parser = argparse.ArgumentParser(prog="python -m examples.distillation", description=__doc__)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=positive_int, help="default 40, or 2 with --quick")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/distillation"))
     parser.add_argument("--quick", action="store_true", help="a toy that only shows that it runs")
     given = parser.parse_args(argv)
+    steps = given.steps or (2 if given.quick else 40)
     study = Study(seed=given.seed, quick=given.quick)
     print(f"held-out accuracy: policy {study.accuracy(study.start):.1%}, teacher {study.accuracy(study.teacher):.1%}")
-    history = study.train(distil=True, steps=2 if given.quick else given.steps, out=given.out)
+    history = study.train(distil=True, steps=steps, out=given.out)
     last = history[-1]
     curves = plot_run(given.out, title="On-policy distillation on two-digit arithmetic")
     print(f"after {last['step']} steps: held-out accuracy {last['held_out_accuracy']:.1%}, KL {last['kl']:.4f}")

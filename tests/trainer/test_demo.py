@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,19 +74,20 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(option in text for option in ("--seed", "--steps", "--out", "--impl", "--quick"))
 
 
-def test_a_run_of_no_steps_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("program", [main, distil], ids=["arithmetic", "distillation"])
+def test_a_run_of_no_steps_is_refused(program: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["--steps", "0"])
+        program(["--quick", "--steps", "0"])
     assert "must be at least 1; got 0" in capsys.readouterr().err
 
 
-def test_quick_distillation_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    distil(["--quick", "--out", str(tmp_path)])
+def test_quick_distillation_of_some_steps_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    distil(["--quick", "--steps", "3", "--out", str(tmp_path)])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert all(line["kl"] > 0 for line in lines[1:])
     assert (tmp_path / "curves.png").stat().st_size > 10_000
-    assert "after 2 steps: held-out accuracy" in capsys.readouterr().out
+    assert "after 3 steps: held-out accuracy" in capsys.readouterr().out
 
 
 def test_all_demonstrations_of_the_teacher_are_worked() -> None:
