@@ -114,6 +114,23 @@ def test_metadata_name_license_and_addresses(wheel):
     assert addresses == {"Homepage", "Source", "Issues", "Changelog"}
 
 
+def test_the_extra_dev_has_what_make_test_installs(wheel):
+    """What the gate imports: without tensorboard, tests of trackers fail."""
+    rules = re.findall(r"^\$\(VENV\)/\.(?:demo|dev):.*\n((?:\t.*\n)*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    installed = {
+        name
+        for rule in rules
+        for names in re.findall(r"PIP\) ([\w -]+)$", rule, re.MULTILINE)
+        for name in names.split()
+    }
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = [name for name in packed.namelist() if name.endswith(".dist-info/METADATA")]
+        text = packed.read(name).decode()
+    offered = set(re.findall(r'^Requires-Dist: ([\w-]+).*; extra == "(?:dev|train|math|peers)"', text, re.MULTILINE))
+    assert {"transformers", "pytest"} < installed
+    assert installed - {"wheel"} <= offered  # setuptools 77 makes wheels by itself
+
+
 def test_import_from_a_wheel(wheel, python, tmp_path):
     install(python, str(wheel), cwd=tmp_path)
     package, kernels = run(str(python), "-c", IMPORTS, cwd=tmp_path).split()
