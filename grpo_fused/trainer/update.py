@@ -116,7 +116,7 @@ class Updater:
         tokens, values = mask.sum().float(), correction.metrics
         mine = torch.stack([tokens, torch.full_like(tokens, len(rows)), *(value.float() for value in values.values())])
         table = self.accelerator.gather(mine[None]).double().cpu()  # [processes, 2 + metrics]
-        table = table[table[:, 1] > 0]  # processes with tokens to train on
+        table = table[table[:, 1] > 0]  # processes with sequences to train on
         metrics = {}
         for column, name in enumerate(values, start=2):
             weights = table[:, int("ratio" in name and mode.startswith("sequence"))]
@@ -215,7 +215,7 @@ class Window:
         """
         tokens = int(micro.completion_mask.sum())
         token_share = tokens / self.tokens
-        sequence_share = len(micro.completion_ids) * (tokens > 0) / self.sequences
+        sequence_share = len(micro.completion_ids) / self.sequences
         shares = {"items": 1.0, "tokens": token_share} | dict.fromkeys(("sequences", "length", "sum"), sequence_share)
         share = shares[loss.kind.average]
         if loss.entropy_coef == 0 or share == 0:

@@ -153,6 +153,7 @@ def test_numbers_of_other_types_are_rewards() -> None:
     ("rows", "completions", "ids", "message"),
     [
         pytest.param(ROWS, ["a"], None, "one row for each of 1 completions; got 2", id="rows"),
+        pytest.param(ROWS, [], None, "one row for each of 0 completions; got 2", id="no-completions"),
         pytest.param(ROWS, COMPLETIONS, [[1]], "completion_ids for each of 2 completions; got 1", id="ids"),
         pytest.param(
             [ROWS[0], {"prompt": "p"}],

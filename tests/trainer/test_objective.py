@@ -256,6 +256,17 @@ def test_objectives_of_other_inputs_and_scopes_train(
     assert all(row["grad_norm"] > 0 for row in trainer.train())
 
 
+def test_an_objective_without_old_log_probs_has_no_pass_for_them(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = make_trainer(model, tokenizer, rows, objective=ObjectiveOptions(name="cross_entropy"))
+    monkeypatch.setattr(trainer.policy, "score", None)
+    assert trainer.step()["grad_norm"] > 0
+
+
 def test_an_objective_gets_the_sequences_without_advantages(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
 ) -> None:

@@ -119,6 +119,32 @@ def test_the_bound_of_importance_ratios(
     assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.05)
 
 
+@pytest.mark.parametrize(("mode", "mean"), [("token_truncate", 7 / 4), ("sequence_truncate", 3 / 2)])
+def test_metrics_of_sampling_are_those_of_all_processes(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows, monkeypatch: pytest.MonkeyPatch,
+    mode: Any, mean: float,
+) -> None:  # fmt: skip
+    """Another process has three times the tokens, as many sequences and twice the values; a third one has none."""
+    trainer = make_trainer(model, tokenizer, rows, importance_sampling=mode)
+    rollout, _ = trainer.collect()
+    old = torch.zeros(rollout.completion_ids.shape)
+    _, alone = trainer.update.correct_sampling(rollout, torch.arange(8), old, old - 0.1)
+
+    def gathered(mine: Tensor) -> Tensor:
+        return torch.cat([mine, mine * torch.tensor([3.0, 1.0, *[2.0] * (mine.shape[1] - 2)]), mine * 0])
+
+    monkeypatch.setattr(trainer.accelerator, "gather", gathered)
+    _, metrics = trainer.update.correct_sampling(rollout, torch.arange(8), old, old - 0.1)
+    factors = {name.removeprefix("sampling/"): value / alone[name] for name, value in metrics.items()}
+    assert factors == pytest.approx(
+        {
+            "sampling_logp_difference/mean": 7 / 4, "sampling_logp_difference/max": 2,
+            "importance_sampling_ratio/min": 1, "importance_sampling_ratio/mean": mean,
+            "importance_sampling_ratio/max": 2,
+        }
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("loss", "trained"), [({}, 4), ({"beta": 0.1}, 8), ({"entropy_coef": 0.1}, 8), ({"top_entropy_quantile": 0.5}, 8)]
 )
@@ -169,6 +195,17 @@ def test_nothing_is_drawn_at_random_while_gradients_are_computed(
         assert abs(metrics["kl"]) < 1e-6  # of its own copy as the reference
 
 
+def test_the_models_own_checkpointing_is_off_without_the_option(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows
+) -> None:
+    """A layer recomputes its activations in training mode."""
+    model.gradient_checkpointing_enable()
+    trainer, modes = make_trainer(model, tokenizer, rows, [by_position]), set()
+    model.model.layers[0].register_forward_pre_hook(lambda layer, _: modes.add(layer.training))
+    trainer.step()
+    assert modes == {False}
+
+
 def test_gradients_of_an_interrupted_pass_are_not_kept(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows
 ) -> None:
@@ -216,6 +253,47 @@ def test_a_step_that_is_not_taken_leaves_no_gradient(
     with pytest.raises(NonFiniteError):
         trainer.update.step_optimizer(math.nan)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_are_clipped_to_the_norm_of_the_options(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[float] = []
+
+    def step() -> None:
+        taken.append(float(torch.nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None])))
+
+    trainer = make_trainer(model, tokenizer, rows, max_grad_norm=0.5)
+    monkeypatch.setattr(trainer.update.optimizer, "step", step)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert trainer.update.step_optimizer(0.0)["grad_norm"] > 1
+    assert taken == [pytest.approx(0.5, rel=1e-4)]
+
+
+def test_the_optimizer_gets_the_rate_of_the_schedule(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows
+) -> None:
+    trainer = make_trainer(model, tokenizer, rows, warmup_steps=2, learning_rate=1e-3)
+    assert trainer.update.step_optimizer(0.0)["learning_rate"] == 5e-4
+    assert {group["lr"] for group in trainer.update.optimizer.param_groups} == {5e-4}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"loss": GRPOLossConfig(loss_type=name, entropy_coef=0.1)} for name in ("dapo", "grpo", "bnpo")]
+    + [{"objective": ObjectiveOptions(name="icepop")}],
+    ids=["dapo", "grpo", "bnpo", "objective"],
+)
+def test_completions_without_a_token_give_no_gradient(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows, options: dict[str, Any]
+) -> None:
+    trainer = make_trainer(model, tokenizer, rows, **options)
+    rollout, _ = trainer.collect()
+    rollout.completion_mask[:] = False
+    (metrics,) = trainer.update(rollout, torch.linspace(-1, 1, 8))
+    assert (metrics["loss"], metrics["grad_norm"]) == (0, 0)
+    assert all(map(math.isfinite, metrics.values()))
 
 
 def test_an_interrupted_optimizer_step_counts_as_a_change(
