@@ -15,6 +15,8 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
     PreTrainedTokenizerFast,
@@ -26,8 +28,8 @@ from transformers import (
 from grpo_fused import CandidateSets, lm_head_inputs
 from grpo_fused.rollouts.engine import first_of_prompts, length_mask, pad_prompts
 from grpo_fused.rollouts.errors import DivergedError
-from grpo_fused.rollouts.huggingface import _Ends
-from grpo_fused.rollouts.records import ScoredSets
+from grpo_fused.rollouts.huggingface import _Ends, layer_kinds
+from grpo_fused.rollouts.records import RecordedSets, ScoredSets
 from grpo_fused.rollouts.sampling import BLOCK, draw
 from grpo_fused.trainer import (
     Generation,
@@ -140,6 +142,25 @@ def test_a_stop_string_may_begin_with_a_space_that_decoding_leaves_out() -> None
     done = [bool(ends(torch.cat([prompt, completion[:, :length]], 1), None)) for length in range(1, 7)]
     assert done == [False] * 5 + [True]
     assert ends.lengths.tolist() == [6]
+
+
+def test_a_stop_string_may_take_a_token_for_each_of_its_bytes() -> None:
+    tokenizer: Any = SimpleNamespace(batch_decode=lambda rows: [bytes(row).decode(errors="replace") for row in rows])
+    prompt = torch.zeros(1, 2, dtype=torch.int64)
+    ends = _Ends(
+        Sampling(num_generations=1, max_completion_length=9, stop_strings=("\u65e5\u672c",)), tokenizer, prompt
+    )
+    completion = torch.tensor([list("x\u65e5\u672c".encode())])
+    done = [bool(ends(torch.cat([prompt, completion[:, :length]], 1), None)) for length in range(1, 8)]
+    assert done == [False] * 6 + [True]
+
+
+def test_an_eos_ends_a_completion_also_with_stop_strings() -> None:
+    tokenizer: Any = SimpleNamespace(batch_decode=lambda rows: [""] * len(rows))
+    sampling = Sampling(num_generations=1, max_completion_length=9, stop_strings=("x",), eos_token_ids=(EOS,))
+    ends = _Ends(sampling, tokenizer, torch.zeros(2, 1, dtype=torch.int64))
+    assert ends(torch.tensor([[0, EOS], [0, 2]]), None).tolist() == [True, False]
+    assert ends.lengths[0] == 1
 
 
 def test_a_model_in_training_mode_samples_without_dropout_and_stays_in_it(
@@ -299,6 +320,13 @@ def test_sampling_from_a_diverged_policy_is_refused(
         sampled(model, tokenizer, ["1+2="], **options)
 
 
+def test_one_diverged_row_is_refused() -> None:
+    scores = torch.zeros(2, 5)
+    scores[1] = float("nan")
+    with pytest.raises(DivergedError, match="a token of each row must be kept"):
+        RecordedSets(temperature=1.0, top_k=2, top_p=1.0, min_p=0.0)(torch.zeros(2, 1), scores)
+
+
 def test_greedy_is_the_most_likely_token(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     rollout = sampled(model, tokenizer, ["12+3="], max_completion_length=1, greedy=True)
     logits = model(torch.tensor([tokenizer("12+3=").input_ids])).logits[0, -1]
@@ -327,6 +355,16 @@ def test_a_prompt_is_computed_once_for_its_completions(
             monkeypatch.undo()
         assert torch.equal(found[0][0], found[1][0])
         assert found[0][1] < found[1][1]
+
+
+def test_a_model_with_learned_positions_samples_prompts_of_different_lengths(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """A masked column must have a position that the model has."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    rollout = sampled(GPT2LMHeadModel(config).eval(), tokenizer, ["1+2=", "123+34="], num_generations=2)
+    assert rollout.completion_ids.shape[0] == 4
 
 
 def test_a_model_without_a_cache_of_keys_and_values(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -368,6 +406,22 @@ def test_a_prompt_within_a_sliding_window_is_computed_once(
     plain = sampled(model, tokenizer, ["12+3=", "123+34="], **options)
     assert [bool(cache) for cache in caches] == [shared]
     assert torch.equal(found.completion_ids, plain.completion_ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({}, {"full_attention"}),
+        ({"sliding_window": 8}, {"sliding_attention"}),
+        ({"sliding_window": 8, "use_sliding_window": False}, {"full_attention"}),
+        ({"sliding_window": 8, "layer_types": ["full_attention"]}, {"full_attention"}),
+    ],
+    ids=str,
+)
+def test_layers_are_those_of_the_text_config(options: dict[str, Any], kinds: set[str]) -> None:
+    text = SimpleNamespace(**options)
+    model: Any = SimpleNamespace(_is_stateful=False, config=SimpleNamespace(get_text_config=lambda: text))
+    assert layer_kinds(model) == kinds
 
 
 def test_batches_by_length_return_in_the_order_of_the_prompts(
