@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ def test_passes(capsys):
     assert lines[-1].startswith(f"all {len(checks)} checks passed")
     assert len(checks) >= 30 * len(names)
     assert sum("candidate sets" in line for line in checks) == 3 * len(names)
+    assert not any("chunked on cpu float64" in line for line in checks)
 
 
 def test_the_bound_of_a_loss_covers_errors_of_one_sign():
@@ -120,6 +123,49 @@ def test_detects_scores_that_change_with_the_batch(engine, monkeypatch):
     found = check.batch_independence(engine, torch.device("cpu"), torch.float32)
     assert not found.passed
     assert found.errors["in a batch"][0] > 0
+
+
+def test_detects_scores_that_change_with_the_order(monkeypatch):
+    """Only those of the whole batch do."""
+    first = []
+
+    def score(self, impl):
+        ids = self.completion_ids.float()
+        first.append(ids[0, 0])
+        return ids + (len(ids) == 360 and ids[0, 0] != first[0])
+
+    monkeypatch.setattr(testing.Problem, "score", score)
+    assert check.batch_independence("chunked", torch.device("cpu"), torch.float32).errors["in a batch"][0] == 1
+
+
+@pytest.mark.parametrize("name", ["dhidden", "dweight"])
+def test_detects_training_that_differs_from_scoring_or_between_two_runs(name, monkeypatch):
+    calls = []
+
+    def run(self, config, impl):
+        calls.append(impl)
+        logps = torch.ones(self.completion_ids.shape)
+        gradients = {"dhidden": torch.zeros(2), "dweight": torch.zeros(2), "dbias": None}
+        gradients[name] = torch.full((2,), float(len(calls)))
+        return testing.Result(SimpleNamespace(loss=torch.zeros(()), per_token_logps=logps), **gradients)
+
+    monkeypatch.setattr(testing.Problem, "run", run)
+    monkeypatch.setattr(testing.Problem, "score", lambda self, impl: torch.zeros(self.completion_ids.shape))
+    found = check.batch_independence("native", torch.device("cpu"), torch.float32)
+    assert found.errors == {"in a batch": (0, 0), "in training": (1, 0), "twice": (1, 0)}
+
+
+def test_a_problem_has_what_it_says():
+    """An empty sequence, a bias of its dtype; packed, masked tokens in some sequences alone."""
+    problem = testing.make_problem(B=4, T=20, V=9, dtype=torch.bfloat16, lm_head_bias=torch.zeros(9))
+    assert problem.completion_mask.any(1).tolist() == [True, False, True, True]
+    assert problem.options["lm_head_bias"].dtype == torch.bfloat16
+    assert problem.compare(GRPOLossConfig(), impl="chunked")["masked"] == (0, 0)
+    packed = problem.packed()
+    rows = packed.completion_mask.split(packed.options["cu_seqlens"].diff().tolist())
+    assert [len(row) for row in rows] == [20, 0, 20, int(problem.completion_mask[3].sum())]
+    assert [bool(row.all()) for row in rows] == [False, True, False, True]
+    assert "cu_seqlens" in check.problem_of(torch.float32, packed=True).options
 
 
 def test_an_error_in_one_thread_leaves_the_number_of_threads(monkeypatch):
