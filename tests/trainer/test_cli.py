@@ -11,6 +11,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,6 +301,13 @@ def test_an_evaluation_before_training_is_no_step() -> None:
     assert facts == {
         "done": "1 steps in 2 min 0 s", "eval/x": "0.250 at step 0 -> 0.250 at step 1", "reward": "0.500 at step 1",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(59.4, "59.4 s"), (119.7, "2 min 0 s"), (2 * 3600 + 29 * 60 + 59, "2 h 29 min")]
+)
+def test_the_time_of_a_run(seconds: float, shown: str) -> None:
+    assert summary_of([{"step": 1.0, "reward": 0.5}], seconds, None, None)["done"] == f"1 steps in {shown}"
 
 
 def test_only_the_main_process_records_and_prints(
@@ -661,6 +669,16 @@ def test_metrics_that_are_not_finite_are_null(tmp_path):
     assert [row["x"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1.5, None, None, None]
 
 
+@pytest.mark.parametrize("line", ['{"loss": 0.5}', '{"step": null}', "[1]", "nonsense"])
+def test_a_broken_line_of_metrics_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(ValueError, match=f"line 2 of .*metrics.jsonl must be a JSON object .*; got {re.escape(line)}"):
+        read_jsonl(file)
+    file.write_text(f'{{"step": 1}}\n{line}')  # an end that was not written
+    assert read_jsonl(file) == [{"step": 1}]
+
+
 def test_a_tracker_gets_the_options_of_a_run_and_the_step_of_its_metrics() -> None:
     class Memory(GeneralTracker):
         name, requires_logging_directory = "memory", False
@@ -694,6 +712,24 @@ def test_a_tracker_gets_the_options_of_a_run_and_the_step_of_its_metrics() -> No
     with RunLog(GRPOTrainerConfig(), log.accelerator, None).open():  # without report_to they are the caller's
         pass
     assert memory.given[-2:] == (3, "finished")
+
+
+def test_a_tracker_gets_the_name_of_a_run() -> None:
+    given: list[Any] = []
+    accelerator: Any = SimpleNamespace(
+        log_with=[SimpleNamespace(name="wandb")], trackers=[], init_trackers=lambda *arguments: given.extend(arguments)
+    )
+    for name in ("a run", None):
+        with RunLog(GRPOTrainerConfig(report_to=("wandb",), project="p", run_name=name), accelerator, None).open():
+            pass
+    assert (given[0], given[2]["wandb"], given[2]["mlflow"]) == ("p", {"name": "a run"}, {"run_name": "a run"})
+    assert given[5] == {}
+
+
+def test_all_trackers_are_those_of_the_accelerator() -> None:
+    RunLog(GRPOTrainerConfig(report_to=("all",)), Accelerator(log_with=["all"]), None)
+    with pytest.raises(ValueError, match=r"must log with report_to, \['wandb'\]; got \[\]"):
+        RunLog(GRPOTrainerConfig(report_to=("wandb",)), Accelerator(), None)
 
 
 def test_rows_without_an_end_are_taken_up_to_the_limit(tmp_path):
