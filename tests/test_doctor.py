@@ -135,6 +135,12 @@ def test_every_engine_that_runs_is_timed(monkeypatch):
     assert "measured now" not in doctor.report(SHAPE, measure=False)
 
 
+def test_memory_is_in_mib(monkeypatch):
+    cost = Cost(products=3.0, scratch_bytes=3 * 2**20, accumulator_bytes=5 * 2**20)
+    monkeypatch.setattr(predictions, "costs", lambda *_: {"chunked": cost})
+    assert " 3 MiB + 5 MiB to sum dW in fp32" in doctor.report(SHAPE, measure=False)
+
+
 def test_a_part_is_of_a_second_at_most():
     """At 100 GFLOP/s; and never less than 2048 rows, or more than there are."""
     assert SHAPE.part.vocab == 18165
