@@ -257,12 +257,16 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") ->
 def identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """SHA-256 of what a run begins with: weights of the model (before training), tokens and their ids.
 
-    Of weights those that stay frozen, or all; 256 numbers of each, rounded to bf16: in another dtype the model is the
-    same.
+    Of each weight 256 numbers, rounded to bf16: in another dtype the model is the same. Adapters that are trained are
+    left out, except LoRA that changes the model already: a new one may begin with other random numbers.
     """
     weights, tokens = hashlib.sha256(), json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    every = list(model.parameters())
-    for weight in [weight for weight in every if not weight.requires_grad] or every:
+    every, adapters = dict(model.named_parameters()), set(getattr(model, "peft_config", ()))
+    for name, weight in every.items():
+        is_adapter = weight.requires_grad and not adapters.isdisjoint(name.split("."))
+        second = every.get(name.replace(".lora_A.", ".lora_B.")) if ".lora_" in name else None
+        if is_adapter and (second is None or not second.any()):
+            continue
         numbers: torch.Tensor = getattr(weight, "qdata", weight)  # torchao's tensors have no views
         some = numbers.detach().flatten()[:: max(weight.numel() // 256, 1)]
         weights.update(some.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +116,39 @@ def test_another_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         make(tmp_path, steps=2, resume=True)
 
 
-def test_a_model_is_the_same_in_another_dtype_and_with_another_adapter() -> None:
+def test_a_model_is_the_same_in_another_dtype_and_with_another_new_adapter() -> None:
     from peft import LoraConfig, get_peft_model
 
     def of(change: Callable[[Any], Any]) -> str:
         return identity(change(build_small_model(21)), build_tokenizer())["model"]
 
-    def adapted(model: Any) -> Any:
+    def adapted(model: Any, is_new: bool = True) -> Any:
         torch.manual_seed(len(seen))
-        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=is_new))
 
     seen = [of(lambda model: model)]
     assert of(lambda model: model.bfloat16()) == seen[0]
     seen.append(of(adapted))
     assert of(adapted) == seen[1]
+    seen.append(of(partial(adapted, is_new=False)))
+    assert of(partial(adapted, is_new=False)) not in seen  # those that were trained before
+
+
+def test_another_trained_adapter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import peft
+
+    seeds = iter(range(9))
+
+    def trained(model: Any, config: Any) -> Any:
+        adapted = adapt(model, config)
+        torch.manual_seed(next(seeds))
+        torch.nn.init.normal_(adapted.get_parameter(name))
+        return adapted
+
+    adapt, name = peft.get_peft_model, "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
+    monkeypatch.setattr("peft.get_peft_model", trained)
+    make(tmp_path, steps=1, adapter=True).train()
+    with pytest.raises(CheckpointError, match="expected the model that the run began with; got another one"):
+        make(tmp_path, steps=2, resume=True, adapter=True)
+    seeds = iter(range(9))
+    assert make(tmp_path, steps=2, resume=True, adapter=True).steps_done == 1
