@@ -195,8 +195,9 @@ class GRPOTrainer:
         started = time.perf_counter()
         self._stop, self.stopped_by = StopRequest(), None
         if self.steps_done == 0:
-            set_seed(self.config.seed, device_specific=True)
+            set_seed((self.config.seed + self.accelerator.process_index) % 2**32)  # NumPy takes none above
         self.checkpointer.remember()
+        self.peers.forget()
         with self.log.open(), self._saving_after_failure(), self._stop as stop:
             self.log.say(format_facts(self.facts()) + "\n")
             if self.steps_done == 0 and self._before:

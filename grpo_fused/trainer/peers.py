@@ -27,8 +27,11 @@ class Peers:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
-        self.all_failed = self.diverged = False
-        self._in_collectives = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing has failed yet: for a run that goes on after a failure."""
+        self.all_failed = self.diverged = self._in_collectives = False
 
     def any(self, flag: bool) -> bool:
         """Whether it is set on any process; all processes call it."""
@@ -49,7 +52,8 @@ class Peers:
 
         Not where others are in collectives of the rollout: a process that fails there raises alone (`share_failures`).
         """
-        failure, self._in_collectives = None, False
+        failure = None
+        self.forget()
         try:
             yield
         except Exception as error:

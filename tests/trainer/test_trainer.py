@@ -190,6 +190,42 @@ def test_the_same_seed_gives_the_same_run(tokenizer: PreTrainedTokenizerFast, ro
     assert run(0) != run(1)
 
 
+@pytest.mark.parametrize("seed", [2**32 - 1, 2**32 - 3])
+def test_the_largest_seeds_are_those_of_several_processes_too(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch, seed: int,
+) -> None:  # fmt: skip
+    seeds: list[int] = []
+    trainer = make_trainer(model, tokenizer, rows, steps=1, seed=seed)
+    monkeypatch.setattr("grpo_fused.trainer.loop.set_seed", lambda seed, **_: seeds.append(seed))
+    monkeypatch.setattr(type(trainer.accelerator), "process_index", 2)
+    monkeypatch.setattr(trainer, "step", lambda: pytest.fail("stops"))
+    with pytest.raises(BaseException, match="stops"):
+        trainer.train()
+    assert seeds == [(seed + 2) % 2**32]
+
+
+def test_a_run_that_goes_on_forgets_that_all_processes_failed(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    """With several, one that fails alone must not save: the others would not take part."""
+
+    def fails(completions: list[str], **columns: object) -> list[float]:
+        raise OSError("the judge is offline")
+
+    def evaluate() -> dict[str, float]:
+        failed.append(trainer.peers.all_failed)
+        return {}
+
+    failed: list[bool] = []
+    trainer = make_trainer(model, tokenizer, rows, [fails], evaluate=evaluate)
+    for _ in range(2):
+        with pytest.raises(RewardError):
+            trainer.train()
+    assert failed == [False, False]
+    assert trainer.peers.all_failed
+
+
 def test_groups_with_equal_rewards_need_no_pass_of_the_model(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
 ) -> None:
