@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_fused import head_hidden_states
 from grpo_fused.rollouts.engine import RolloutEngine, Sampling, check_room
 from grpo_fused.rollouts.vllm import VLLMEngine
 from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
@@ -42,6 +44,22 @@ def ready(model: PreTrainedModel, config: GRPOTrainerConfig, device: torch.devic
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     cast(nn.Module, model).to(device).eval()
     return model
+
+
+def check_causal(model: PreTrainedModel, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Raises if a state depends on later tokens, which sampling does not have (BERT without `is_decoder`)."""
+    ids = torch.tensor([[4, 5, 6, 7], [4, 5, 8, 9]], device=model.device) % embeddings_of(model)
+    places = torch.arange(4, device=model.device).expand_as(ids)
+    with torch.no_grad(), autocast():
+        states = head_hidden_states(model, ids, torch.ones_like(ids), position_ids=places)[:, :2].float()
+    first, second = states
+    away = float((second - first).norm() / first.norm())
+    most = 1e-3 if model.dtype == torch.float32 and not torch.is_autocast_enabled(ids.device.type) else 5e-2
+    if away > most:  # NaN is found in the first step
+        raise ValueError(
+            f"model must be causal, with states that no later token changes; those of {type(model).__name__} differ by "
+            f"{away:.1e} (relative), more than {most:.0e} (is_decoder=True, where a config has it)"
+        )
 
 
 def check_saved(model: PreTrainedModel) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,20 @@ from trainer.small_model import build_small_model
 from trainer.small_trainer import SMALL, count_ones, make_trainer
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    Gemma3TextConfig,
     GPT2Config,
     GraniteConfig,
     GraniteForCausalLM,
+    MambaConfig,
+    MixtralConfig,
     OPTConfig,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
 
 from grpo_fused import GRPOLossConfig
-from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
+from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, HuggingFaceEngine, setup
 from grpo_fused.trainer.prompts import PromptError
 
 EXACT = GRPOLossConfig(beta=0.1, kl_estimator="exact")
@@ -253,6 +259,36 @@ def test_a_prompt_that_cannot_be_encoded_is_refused_before_the_first_step(
     message = message.replace("row 0 of train_dataset", r"train_dataset\(0\)") if generated else message
     with pytest.raises(PromptError, match=message):
         make_trainer(model, tokenizer, (lambda index: rows[0]) if generated else rows)
+
+
+SIZES = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_model_that_sees_later_tokens_is_refused(tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype) -> None:
+    bert = BertConfig(**SIZES, initializer_range=0.2)
+    rows = [{"prompt": "1+1="}, {"prompt": "2+2="}]
+    with pytest.raises(ValueError, match="model must be causal, .* of BertLMHeadModel differ by .*is_decoder=True"):
+        make_trainer(AutoModelForCausalLM.from_config(bert, dtype=dtype), tokenizer, rows)
+    bert.is_decoder = True
+    make_trainer(AutoModelForCausalLM.from_config(bert, dtype=dtype), tokenizer, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=32, n_embd=32, n_layer=2, n_head=4),
+        MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, initializer_range=0.2),
+        Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=2, initializer_range=0.2),
+        MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, state_size=8),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_causal_models_are_taken(config: Any, dtype: torch.dtype) -> None:
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    setup.check_causal(model, nullcontext)
+    setup.check_causal(model, partial(torch.autocast, "cpu", torch.bfloat16))
 
 
 def test_virtual_tokens_are_refused(
