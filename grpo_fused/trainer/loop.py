@@ -38,7 +38,7 @@ from grpo_fused.trainer.prompts import encode_prompt, prompt_text
 from grpo_fused.trainer.rollout import Rollout
 from grpo_fused.trainer.sampler import Sampler
 from grpo_fused.trainer.scoring import reward_names, reward_weights_of
-from grpo_fused.trainer.update import Updater
+from grpo_fused.trainer.update import AVERAGED, Updater
 
 
 class GRPOTrainer:
@@ -293,7 +293,8 @@ class GRPOTrainer:
         if self.eval_rows is not None:
             metrics = evaluate(self.sampler, self.eval_rows, self.config, success=int(self.reward_weights.argmax()))
         own = {} if self.evaluate_too is None else self.evaluate_too()
-        if taken := sorted(own.keys() & (COLUMNS.keys() | NOT_SHOWN)):
+        rewards = {f"rewards/{name}" for name in self.reward_functions}
+        if taken := sorted(own.keys() & (COLUMNS.keys() | NOT_SHOWN | metrics.keys() | rewards | set(AVERAGED))):
             raise ValueError(f"evaluate must return numbers under names of its own; got {taken}, which a step has")
         return metrics | {name: float(value) for name, value in own.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,8 +79,10 @@ def test_the_heaviest_reward_decides_and_unjudged_rows_do_not_count(
 def test_own_metrics_do_not_replace_those_of_a_step(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
 ) -> None:
-    trainer = make_trainer(model, tokenizer, rows, evaluate=lambda: {"accuracy": 0.5, "step": 7.0, "reward": 1.0})
-    with pytest.raises(ValueError, match=r"names of its own; got \['reward', 'step'\], which a step has"):
+    names = ["eval/count_ones", "kl", "reward", "rewards/count_ones", "step"]
+    options = {"evaluate": lambda: dict.fromkeys(["accuracy", *names], 1.0), "eval_dataset": rows[:1]}
+    trainer = make_trainer(model, tokenizer, rows, **options)
+    with pytest.raises(ValueError, match=f"names of its own; got {re.escape(str(names))}, which a step has"):
         trainer.train()
     assert trainer.steps_done == 0
 
