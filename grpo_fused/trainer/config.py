@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Literal
 
 from grpo_fused import GRPOLossConfig
@@ -15,6 +16,11 @@ from grpo_fused.trainer.objective import ObjectiveOptions
 
 LRSchedule = Literal["constant", "linear", "cosine"]
 Precision = Literal["no", "bf16", "fp16"]
+
+RUN_NAMES = {
+    "wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name", "clearml": "task_name",
+}  # fmt: skip
+"""Tracker: its option for the name of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +54,8 @@ class GRPOTrainerConfig:
         min_p: Sample from tokens with at least this share of the most likely one's probability; 0 samples from all.
         repetition_penalty: Lowers the logits of tokens that occurred already; 1 is off.
         stop_strings: A completion ends with any of these.
-        generation_batch_size: Completions sampled at a time by Hugging Face's `generate`; None takes all at once.
+        generation_batch_size: Completions sampled at a time by Hugging Face's `generate`; None takes all at once. Only
+            without another rollout engine.
         learning_rate: Peak learning rate of AdamW.
         warmup_steps: Optimizer steps over which the learning rate rises linearly.
         lr_scheduler_type: The schedule after the warm-up: "constant", or down to 0 by "linear" or "cosine".
@@ -72,7 +79,8 @@ class GRPOTrainerConfig:
             ... Their packages must be installed.
         project: Project of the trackers; for tensorboard a folder in `output_dir`.
         run_name: Name of the run in wandb, trackio, swanlab, mlflow and clearml; None leaves it to them.
-        eval_steps: Steps between two evaluations; 0 evaluates only before and after the run.
+        eval_steps: Steps between two evaluations; 0 evaluates only before and after the run. Only if there is something
+            to evaluate.
         eval_samples: Completions sampled for each held-out prompt, for pass@k (k = 1 and this); 0: greedy only. A
             completion passes if the reward function of the largest weight gives it more than 0.5.
         save_steps: Steps between two checkpoints; 0 saves at the end only. Without `output_dir` none is saved.
@@ -139,6 +147,18 @@ class GRPOTrainerConfig:
             raise ValueError(f"adam_betas must be two numbers in [0, 1); got {self.adam_betas}")
         if self.eval_samples == 1:
             raise ValueError("eval_samples must be 0 (greedy only) or at least 2; got 1")
+        self._check_used(
+            (
+                (("importance_sampling_clip",), self.importance_sampling is not None, "importance_sampling"),
+                (("sample_steps",), self.logging_steps > 0, "logging_steps of at least 1 (0 prints nothing)"),
+                (("project",), bool(self.report_to), "a tracker in report_to"),
+                (
+                    ("run_name",),
+                    not {*RUN_NAMES, "all"}.isdisjoint(self.report_to),
+                    f"a tracker in report_to that has names of runs ({', '.join(RUN_NAMES)})",
+                ),
+            )
+        )
         for name in ("kl_estimator", "use_bias_correction_kl"):
             if self.loss.beta == 0 and (value := getattr(self.loss, name)) != getattr(GRPOLossConfig, name):
                 raise ValueError(f"loss.{name} is not used with loss.beta 0; got {value!r}")
@@ -163,6 +183,14 @@ class GRPOTrainerConfig:
         """The loss type, or the objective and how it is averaged."""
         name = self.loss.loss_type
         return name if self.objective is None else f"{self.objective.objective.__name__} averaged as {name}"
+
+    def _check_used(self, cases: Iterable[tuple[Sequence[str], bool, str]]) -> None:
+        """Raises ValueError for options that would change nothing, by (names, whether they are used, by what)."""
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        for names, is_used, what in cases:
+            for name in names:
+                if not is_used and (value := getattr(self, name)) != defaults[name]:
+                    raise ValueError(f"{name} must come with {what}; got {value!r} without")
 
     def _check_objective(self, objective: ObjectiveOptions) -> None:
         loss = self.loss

@@ -17,7 +17,7 @@ from accelerate import Accelerator, tracking
 from accelerate.utils import LoggerType
 from tqdm import tqdm
 
-from grpo_fused.trainer.config import GRPOTrainerConfig
+from grpo_fused.trainer.config import RUN_NAMES, GRPOTrainerConfig
 
 Metrics = dict[str, float]
 
@@ -37,10 +37,6 @@ TITLES_EVERY = 20
 """Rows of the table between two lines of titles."""
 SHOWN_COMPLETIONS, SHOWN_LINES = 3, 4
 """Of a step whose completions are printed, and of each of them."""
-RUN_NAMES = {
-    "wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name", "clearml": "task_name",
-}  # fmt: skip
-"""Tracker: its option for the name of a run."""
 
 
 def append_jsonl(path: Path, metrics: Mapping[str, float]) -> None:

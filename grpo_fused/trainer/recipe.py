@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -28,7 +28,7 @@ from grpo_fused.rollouts.engine import RolloutEngine
 from grpo_fused.rollouts.vllm import VLLMEngine
 from grpo_fused.trainer.checkpoint import quiet
 from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
-from grpo_fused.trainer.data import Row, Rows, check_rows, from_here, is_file, load_rows
+from grpo_fused.trainer.data import Row, Rows, check_rows, from_here, load_rows
 from grpo_fused.trainer.hub import check_name
 from grpo_fused.trainer.loop import GRPOTrainer
 from grpo_fused.trainer.metrics import check_trackers
@@ -103,7 +103,8 @@ class Recipe(GRPOTrainerConfig):
         dataset: A .json, .jsonl, .parquet or .csv file; the name of a data set of the `datasets` library; or
             "module:function" or "path/to/file.py:function", which returns rows, or a function that makes row 0, 1, 2,
             ... without end. With `task: reasoning_gym` the name of its data set. Default that of the task.
-        dataset_options: Keyword options of that function, or of the data set of reasoning-gym.
+        dataset_options: Keyword options of that function, or of the data set of reasoning-gym. Another function of
+            `eval_dataset` is called without them.
         task: The form of the raw rows, which become prompts: gsm8k or countdown; or reasoning_gym, whose problems are
             generated, new ones in each step, with their verifiers for the reward score_answer. Default: the rows have a
             "prompt" already, text or chat messages.
@@ -159,31 +160,36 @@ class Recipe(GRPOTrainerConfig):
             raise ValueError("a recipe must name a dataset or a task; got neither")
         if self.is_generated and self.dataset is None:
             raise ValueError("dataset must name a data set of reasoning-gym, such as chain_sum; got none")
-        self._check_unused()
-        if self.rollout == "vllm":
+        self._check_sources()
+        if self.is_vllm:
             check_for_vllm(self)
 
-    def _check_unused(self) -> None:
-        """Options that would change nothing."""
-        defaults: dict[str, Any] = {f.name: f.default for f in fields(self)}
-        defaults |= {"dataset_options": {}, "vllm_options": {}}
+    def _check_sources(self) -> None:
+        """Options of data and rollouts that would change nothing."""
         named = "a data set that is not a function"
         takes_options = self.is_generated or is_function(self.dataset)
         other = "a task other than reasoning_gym (eval_limit takes its held-out problems)"
-        for names, is_used, what in (
-            (("dataset_options",), takes_options, 'task reasoning_gym or a dataset "module:function"'),
-            (("subset", "split", "eval_dataset", "eval_split"), not self.is_generated, other),
-            (("subset", "split"), not is_function(self.dataset) or self._eval_is_named, named),
-            (("eval_split",), not is_function(self.eval_source), named),
-            (("eval_limit", "eval_samples", "eval_steps"), self.has_eval, "held-out rows (eval_dataset, eval_split)"),
-            (("vllm_options",), self.rollout == "vllm", "rollout vllm"),
-            (("importance_sampling", "importance_sampling_clip"), self.rollout == "vllm", "rollout vllm"),
-            (("project", "run_name"), bool(self.report_to), "a tracker in report_to"),
-            (("chat",), self.task is not None, "a task: other prompts stay as they are"),
-        ):
-            for name in names:
-                if not is_used and (value := getattr(self, name)) != defaults[name]:
-                    raise ValueError(f"{name} must come with {what}; got {value!r} without")
+        self._check_used(
+            (
+                (("dataset_options",), takes_options, 'task reasoning_gym or a dataset "module:function"'),
+                (("subset", "split", "eval_dataset", "eval_split"), not self.is_generated, other),
+                (("subset", "split"), not is_function(self.dataset) or self._eval_is_named, named),
+                (("eval_split",), self._eval_is_named, "held-out rows of a `datasets` name, no file or function"),
+                (
+                    ("eval_limit", "eval_samples", "eval_steps"),
+                    self.has_eval,
+                    "held-out rows (eval_dataset, eval_split)",
+                ),
+                (("vllm_options", "importance_sampling", "importance_sampling_clip"), self.is_vllm, "rollout vllm"),
+                (("generation_batch_size",), not self.is_vllm, "rollout hf"),
+                (("chat",), self.task is not None, "a task: other prompts stay as they are"),
+            )
+        )
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether vLLM samples."""
+        return self.rollout == "vllm"
 
     @property
     def is_generated(self) -> bool:
@@ -203,7 +209,8 @@ class Recipe(GRPOTrainerConfig):
     @property
     def _eval_is_named(self) -> bool:
         """Whether held-out rows are loaded by `datasets`."""
-        is_local = is_function(self.eval_source) or (self.eval_dataset is not None and is_file(self.eval_dataset))
+        source = self.eval_source
+        is_local = is_function(source) or (source is not None and Path(source).expanduser().is_file())
         return self.has_eval and not is_local
 
     def train_rows(self) -> Rows:
@@ -230,7 +237,7 @@ class Recipe(GRPOTrainerConfig):
         if is_function(source):
             function = load_function(str(source), "dataset")
             try:
-                rows: Any = function(**self.dataset_options)
+                rows: Any = function(**(self.dataset_options if source == self.dataset else {}))
                 if not callable(rows):
                     rows = list(islice(rows, limit))  # it may be endless
                 elif limit is None:
@@ -285,7 +292,7 @@ class Parts(NamedTuple):
 def load_parts(recipe: Recipe) -> Parts:
     """Loads the parts of a recipe; data and reward functions first, since their errors show quickly."""
     check_trackers(recipe.report_to)
-    for package, is_used in (("peft", recipe.lora is not None), ("vllm", recipe.rollout == "vllm")):
+    for package, is_used in (("peft", recipe.lora is not None), ("vllm", recipe.is_vllm)):
         if is_used and find_spec(package) is None:
             raise ModuleNotFoundError(f"this recipe needs the package {package}", name=package)
     set_seed(recipe.seed)  # for the adapter
@@ -301,7 +308,7 @@ def load_parts(recipe: Recipe) -> Parts:
         from peft import PeftModel  # slow to import
 
         model = PeftModel.from_pretrained(model, recipe.model, is_trainable=True)
-    engine = VLLMEngine(base, **recipe.vllm_options) if recipe.rollout == "vllm" else None
+    engine = VLLMEngine(base, **recipe.vllm_options) if recipe.is_vllm else None
     return Parts(with_adapter(model, recipe.lora), tokenizer, rewards, train_rows, eval_rows, engine, reference)
 
 

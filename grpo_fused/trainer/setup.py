@@ -31,6 +31,19 @@ def check_accelerator(accelerator: Accelerator, config: GRPOTrainerConfig) -> No
         )
 
 
+def check_used(config: GRPOTrainerConfig, engine: RolloutEngine | None, *, has_rows: bool, evaluates: bool) -> None:
+    """Raises if an option has no effect with these arguments of the trainer."""
+    if engine is not None and config.generation_batch_size is not None:
+        raise ValueError(
+            "generation_batch_size must be None with a rollout engine, which makes its own batches; got "
+            f"{config.generation_batch_size}"
+        )
+    if config.eval_samples and not has_rows:
+        raise ValueError(f"eval_samples must come with an eval_dataset; got {config.eval_samples} without")
+    if config.eval_steps and not (has_rows or evaluates):
+        raise ValueError(f"eval_steps must come with an eval_dataset or evaluate; got {config.eval_steps} without")
+
+
 def ready(model: PreTrainedModel, config: GRPOTrainerConfig, device: torch.device) -> PreTrainedModel:
     """The model on its device, without dropout."""
     if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):

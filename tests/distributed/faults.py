@@ -158,7 +158,7 @@ def training(rank: int, folder: Path, where: str, how: str, timeout: float = LIM
     options = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=timeout))
     made = runs.fsdp_accelerator if where == "rollout" else partial(Accelerator, cpu=True)
     accelerator = made(kwargs_handlers=[options])
-    trainer = runs.make(folder / "run", accelerator=accelerator, eval_steps=3)
+    trainer = runs.make(folder / "run", accelerator=accelerator, eval_steps=3, evaluate=dict)
 
     def then_fails(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*positional: Any, **named: Any) -> Any:

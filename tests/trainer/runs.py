@@ -78,7 +78,8 @@ def make(folder: Path | None, *, adapter: bool = False, tied: bool = False, **op
 
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
-    trainer = {key: options.pop(key) for key in ("resume", "overwrite", "engine", "accelerator") if key in options}
+    arguments = ("resume", "overwrite", "engine", "accelerator", "evaluate")
+    trainer = {key: options.pop(key) for key in arguments if key in options}
     return GRPOTrainer(
         model, tokenizer, [count_ones], ROWS, GRPOTrainerConfig(**(OPTIONS | options)), output_dir=folder, **trainer
     )

@@ -467,14 +467,13 @@ def test_a_loss_that_is_not_finite_without_a_folder() -> None:
 @pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt], ids=lambda error: error.__name__)
 def test_a_failing_evaluation_loses_nothing(tmp_path: Path, unbroken: tuple[Any, Any], error: type) -> None:
     """It runs after the weights of its step have changed, and before the step is saved or written."""
-    trainer = make(tmp_path, eval_steps=3)
 
     def fails() -> dict[str, float]:
         if trainer.steps_done == 3:
             raise error("the held-out judge is offline")
         return {}
 
-    trainer.evaluate_too = fails
+    trainer = make(tmp_path, eval_steps=3, evaluate=fails)
     with pytest.raises(error):
         trainer.train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-000003"]

@@ -78,7 +78,7 @@ def test_later_options_count_and_texts_become_the_type_of_their_option(recipe: P
         "--run-name",
         "7",
         "--report-to",
-        "tensorboard",
+        "wandb",
         "--vllm-options.b",
         "1e-3",
         "--rollout",
@@ -448,7 +448,7 @@ def test_a_dry_run_says_what_prompts_alone_cannot_show(recipe: Path, capsys: pyt
     assert "held-out rows\n" in printed
     assert "length -" in printed
     assert "dry run: ok" in printed
-    tracked = ["--report-to", "tensorboard", "--run-name", "a", "--project", "b"]
+    tracked = ["--report-to", "tensorboard", "--project", "b"]
     main(
         ["train", "--config", str(recipe), "--eval-dataset", str(recipe.with_name("data.jsonl")), "--dry-run", *tracked]
     )

@@ -63,6 +63,13 @@ EXACT = GRPOLossConfig(beta=0.1, kl_estimator="exact")
         pytest.param({"eval_samples": 1}, ValueError, "eval_samples must be 0 .* got 1", id="one-sample"),
         pytest.param({"lr_scheduler_type": "poly"}, ValueError, "lr_scheduler_type must be one of", id="schedule"),
         pytest.param({"gradient_checkpointing": 1}, TypeError, "must be true or false; got 1", id="checkpointing"),
+        pytest.param({"run_name": "a"}, ValueError, "run_name must come with a tracker .*; got 'a'", id="run-name"),
+        pytest.param(
+            {"importance_sampling": None, "importance_sampling_clip": 2.0},
+            ValueError,
+            "importance_sampling_clip must come with importance_sampling; got 2.0 without",
+            id="clip-alone",
+        ),
         pytest.param({"importance_sampling": "clip"}, ValueError, "importance_sampling must be", id="correction"),
     ],
 )
@@ -119,6 +126,14 @@ def test_wrong_set_ups_are_refused(
         make_trainer(model, tokenizer, [rows[0], {"prompt": "1+1="}])
     with pytest.raises(ValueError, match=r"got \['completions'\]"):
         make_trainer(model, tokenizer, [row | {"completions": ""} for row in rows])
+    for unused in ("eval_steps", "eval_samples"):
+        with pytest.raises(ValueError, match=f"{unused} must come with an eval_dataset.*; got 2 without"):
+            make_trainer(model, tokenizer, rows, **{unused: 2})
+    config = GRPOTrainerConfig(**SMALL, generation_batch_size=2)
+    with pytest.raises(ValueError, match="generation_batch_size must be None with a rollout engine, .*; got 2"):
+        GRPOTrainer(
+            model, tokenizer, [count_ones], rows, config, engine=HuggingFaceEngine(model, tokenizer, batch_size=3)
+        )
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="needs an EOS token"):
         make_trainer(model, tokenizer, rows)
