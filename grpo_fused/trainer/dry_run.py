@@ -7,8 +7,12 @@ import tempfile
 import textwrap
 from dataclasses import replace
 
+import torch
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel
 
+from grpo_fused import engines
 from grpo_fused.rewards import RewardModel
 from grpo_fused.rewards.calling import RewardError
 from grpo_fused.rewards.text import Text
@@ -18,7 +22,7 @@ from grpo_fused.trainer.metrics import Metrics, format_facts
 from grpo_fused.trainer.recipe import LoRA, Parts, Recipe, Reward, build_trainer, is_function, with_adapter
 from grpo_fused.trainer.scoring import score_completions
 from grpo_fused.trainer.tasks import TASKS, format_rows
-from grpo_fused.trainer.tiny import tiny_model, tiny_reward_model, tiny_tokenizer
+from grpo_fused.trainer.tiny import HIDDEN_SIZE, tiny_model, tiny_reward_model, tiny_tokenizer
 
 PROMPTS = ("Name a colour.", "What is 2 + 2?")
 STAND_IN = "grpo_fused.trainer.dry_run:every_other"
@@ -33,9 +37,10 @@ def dry_run(recipe: Recipe) -> Metrics:
     """One step, evaluation and checkpoint included; returns its metrics. Nothing is kept.
 
     The policy and reward models are tiny random ones with a byte-level tokenizer. The rows are the examples of the
-    recipe's task, those of its file or function if it has one, or a few prompts without further columns. A reward that
-    differs within each group is added to the recipe's, and the step takes two optimizer steps at a large learning rate:
-    with the second, ratios differ from 1, and no loss is 0.
+    recipe's task, those of its file or function if it has one, or a few prompts without further columns. An engine of
+    the loss that cannot run on this machine is replaced by that of impl auto. A reward that differs within each group
+    is added to the recipe's, and the step takes two optimizer steps at a large learning rate: with the second, ratios
+    differ from 1, and no loss is 0.
 
     Raises:
         RuntimeError: The gradient is 0 all the same.
@@ -60,6 +65,7 @@ def dry_run(recipe: Recipe) -> Metrics:
             num_iterations=max(recipe.num_iterations, 2),
             max_prompt_length=None,
             max_completion_length=min(recipe.max_completion_length, 16),
+            impl=recipe.impl if why_not_here(recipe) is None else "auto",
             learning_rate=1e-3,
             warmup_steps=0,
             mixed_precision="bf16" if recipe.mixed_precision == "bf16" else "no",
@@ -88,9 +94,21 @@ def adapted(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
         return with_adapter(model, replace(lora, target_modules="all-linear"))
 
 
+def why_not_here(recipe: Recipe) -> str | None:
+    """Why the engine of the loss cannot run the tiny model on this machine; None if it can."""
+    device = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).device
+    try:
+        engines.choose(recipe.impl, device, torch.float32, HIDDEN_SIZE)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
 def report(recipe: Recipe, metrics: Metrics) -> str:
     """What a dry run has checked, and what not."""
     not_checked = [f"the reward {place_of(x)} ({why})" for x, why in unchecked_rewards(recipe)]
+    if (reason := why_not_here(recipe)) is not None:
+        not_checked.append(f"the engine of the loss ({reason})")
     if recipe.lora is not None and recipe.lora.target_modules != "all-linear":
         not_checked.append("whether the model has lora.target_modules")
     if recipe.has_eval and not is_local(recipe, recipe.eval_source):

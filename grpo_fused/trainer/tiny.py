@@ -13,6 +13,7 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
+HIDDEN_SIZE = 32
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 
 # ChatML. END closes a turn and is the EOS, so that the policy ends its turn as it ends a text.
@@ -66,7 +67,7 @@ def tiny_reward_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen
 def _seeded(kind: Any, tokenizer: PreTrainedTokenizerFast, seed: int, **options: Any) -> Any:
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
+        hidden_size=HIDDEN_SIZE,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,

@@ -472,6 +472,25 @@ def test_a_dry_run_adapts_layers_that_the_tiny_model_lacks(recipe: Path, capsys:
     assert int(tokens[1]) <= 16  # a dry run is short, whatever the recipe samples
 
 
+def test_a_dry_run_without_the_engine_of_the_loss_says_so(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "--config", str(recipe), "--impl", "cuda", "--dry-run"])
+    printed = capsys.readouterr().out
+    assert "the engine of the loss (impl='cuda' cannot run on cpu: " in printed
+    assert "dry run: ok" in printed
+
+
+def test_options_of_a_data_set_are_not_those_of_another_function(tmp_path: Path) -> None:
+    file = tmp_path / "sets.py"
+    file.write_text(
+        "def train(count):\n    return [{'prompt': 'p'}] * count\n\ndef test():\n    return [{'prompt': 'held out'}]\n"
+    )
+    functions = {"dataset": f"{file}:train", "dataset_options": {"count": 2}, "eval_dataset": f"{file}:test"}
+    read = Recipe(model="m", rewards=(Reward(name="format"),), **functions)
+    assert (read.train_rows(), read.eval_rows()) == ([{"prompt": "p"}] * 2, [{"prompt": "held out"}])
+    same = replace(read, eval_dataset=read.dataset, eval_limit=1)
+    assert same.eval_rows() == [{"prompt": "p"}]
+
+
 def test_functions_are_found_by_path(tmp_path: Path) -> None:
     assert load_function("grpo_fused.rewards:format_reward").__name__ == "format_reward"
     with pytest.raises(ValueError, match='must be "module:function"'):
