@@ -133,6 +133,7 @@ class VLLMEngine:
             SyncError: vLLM's log-probs are not the policy's: some of its weights are not those of `model`.
             DivergedError: The policy's own are not finite.
         """
+        self.synced = False
         if (size := model.config.get_text_config().vocab_size) != self.vocab_size:
             raise ValueError(
                 f"the policy's vocabulary must be that of the files that vLLM began with, {self.vocab_size} tokens; "
@@ -192,14 +193,16 @@ class VLLMEngine:
         """Samples completions of the prompts' token ids, with their log-probs.
 
         Raises:
-            RuntimeError: `sync_weights` was not called: the weights are random.
+            RuntimeError: `sync_weights` was not called, or the last one failed: the weights are not the policy's.
             PromptError: A prompt is too long (`check_length`).
             ValueError: With `exact_logprobs` a repetition penalty, whose effect they do not have, or `records` of other
                 tokens, of which they are not.
             RuntimeError: vLLM returned a part of the tokens that could be sampled, or of their log-probs.
         """
         if not self.synced:
-            raise RuntimeError("sync_weights must be called before generate: vLLM has random weights; it was not")
+            raise RuntimeError(
+                "sync_weights must be called before generate, and succeed: vLLM has other weights than the policy"
+            )
         self.check_length(max(map(len, prompts)), sampling.max_completion_length)
         self._record_masks(sampling.truncates)
         with self._scores(sampling):
