@@ -69,13 +69,22 @@ def bind(function: RewardFunction, options: Mapping[str, object], names: Collect
         function: Any reward function.
         options: Keyword arguments.
         names: Further options, which keep their defaults.
+
+    Raises:
+        TypeError: The function does not take an option.
     """
+    signature, name = inspect.signature(function), getattr(function, "__name__", type(function).__name__)
+    try:
+        signature.bind_partial(**options)
+    except TypeError as error:
+        raise TypeError(
+            f"options must be those of the reward function {name!r}: {error}; got {dict(options)}"
+        ) from error
     taken = frozenset({*options, *names})
     bound = functools.partial(_call, function, taken, options)
     functools.update_wrapper(bound, function)
-    vars(bound)["__name__"] = getattr(function, "__name__", type(function).__name__)
-    signature = inspect.signature(function)
-    columns = [p for name, p in signature.parameters.items() if name not in taken]
+    vars(bound)["__name__"] = name
+    columns = [p for p in signature.parameters.values() if p.name not in taken]
     vars(bound)["__signature__"] = signature.replace(parameters=columns)  # what is asked of a data set
     if hasattr(function, "to"):  # a reward model, which the trainer moves to its device
         vars(bound)["to"] = function.to

@@ -54,6 +54,14 @@ def test_a_column_does_not_set_an_option_of_any_function() -> None:
         score_completions({"short": short}, [{"prompt": "q"}], ["abc"])
 
 
+def test_an_option_that_a_function_does_not_take_is_refused_at_once() -> None:
+    def short(completions: list[str], *, target: int = 0) -> list[float]:
+        return [float(target)] * len(completions)
+
+    with pytest.raises(TypeError, match=r"of the reward function 'short': .* 'targt'; got {'targt': 1}"):
+        bind(short, {"targt": 1})
+
+
 def test_a_bound_function_can_be_sent_to_another_process() -> None:
     again = pickle.loads(pickle.dumps(built_in("length", target_length=3)))
     assert again(completions=["aaaa"]) == [-1.0]
