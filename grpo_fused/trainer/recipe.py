@@ -112,7 +112,7 @@ class Recipe(GRPOTrainerConfig):
         split: Of a `datasets` name.
         limit: Number of first rows to take.
         eval_dataset: Held-out rows, like `dataset`; `subset` and `split` apply only if it is a `datasets` name.
-        eval_split: Of a `datasets` name, default `split`; without `eval_dataset` the rows come from `dataset`.
+        eval_split: Only of a `datasets` name, default `split`; without `eval_dataset` the rows come from `dataset`.
         eval_limit: Number of first held-out rows to take. With `task: reasoning_gym` the number of held-out problems.
         system_prompt: Put before each prompt, of a task or of your own rows; default that of the task, or none.
         chat: Prompts of a task are chat messages; false for base models without a chat template.

@@ -29,6 +29,11 @@ def by_position(completions: list[str], **columns: object) -> list[float]:
     return [float(position) for position in range(len(completions))]
 
 
+def two_rows() -> list[dict[str, str]]:
+    """The function of a data set."""
+    return [{"prompt": "1+1="}, {"prompt": "2+2="}]
+
+
 def make_trainer(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,

@@ -278,9 +278,10 @@ def test_hostile_recipes_are_refused_at_once(
         (["--dataset", "some/questions", "--rewards", '[{"name": "exact_answr"}]'], "exact_answr"),
         (["--rewards", '[{"model": "m", "options": {"size": 1}}]'], "unexpected keyword argument 'size'"),
         (["--eval-dataset", "missing.jsonl"], "missing.jsonl"),
+        (["--dataset", "trainer.small_trainer:two_rows", "--eval-dataset", "missing.jsonl"], "missing.jsonl"),
         (["--prompts-per-step", "5"], "train_dataset must have at least 5 rows, as many as a step takes; got 4"),
     ],
-    ids=["data", "reward", "reward-without-rows", "reward-model", "held-out", "rows"],
+    ids=["data", "reward", "reward-without-rows", "reward-model", "held-out", "with-function", "rows"],
 )
 def test_a_dry_run_finds_missing_files_rows_and_options(recipe: Path, arguments: list[str], message: str) -> None:
     """A misspelt file is not treated as the name of a data set."""
