@@ -18,6 +18,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
+from grpo_fused.call.options import check_integer
 from grpo_fused.rewards.calling import raised
 from grpo_fused.rollouts.errors import PromptError
 from grpo_fused.trainer.hub import check_name
@@ -59,11 +60,14 @@ def load_rows(
 
     Raises:
         FileNotFoundError: The source looks like a file that does not exist.
-        ValueError: The source has no rows, a file is not of the type of its suffix, `datasets` cannot read a folder, a
-            subset or split is given for a file or list, or `datasets` has no such subset or split.
+        ValueError: `limit` is below 1, the source has no rows, a file is not of the type of its suffix, `datasets`
+            cannot read a folder, a subset or split is given for a file or list, or `datasets` has no such subset or
+            split.
         OSError: `datasets` cannot find or reach the name. Its other errors propagate, too.
         ImportError: The source needs a library that is not installed.
     """
+    if limit is not None:
+        check_integer(limit, "limit", least=1)
     rows: list[Row]
     name = repr(str(source)) if isinstance(source, (str, Path)) else "the list of rows"
     if isinstance(source, (str, Path)) and not is_file(source):

@@ -77,8 +77,11 @@ def test_limit_takes_the_first_rows() -> None:
     assert len(load_rows(FILES / "gsm8k.jsonl")) == 3
     assert load_rows(FILES / "gsm8k.jsonl", limit=2) == load_rows(FILES / "gsm8k.jsonl")[:2]
     assert len(load_rows(FILES / "gsm8k.jsonl", limit=9)) == 3
+    for limit in (0, -1):
+        with pytest.raises(ValueError, match=f"limit must be at least 1; got {limit}"):
+            load_rows(ROWS, limit=limit)
     with pytest.raises(ValueError, match="the list of rows must have at least one row; got none"):
-        load_rows(ROWS, limit=0)
+        load_rows([])
 
 
 def test_a_byte_order_mark_and_a_line_separator_inside_a_text(tmp_path: Path) -> None:
