@@ -236,16 +236,19 @@ def _products(rows: Tensor, parts: HeadParts) -> Tensor:
 
 
 def _token_inputs(model: nn.Module, weight: Tensor) -> dict[str, Any]:
-    """Eight ordinary tokens: none that the config names as special, since it may represent an image."""
     table = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
     table = table if isinstance(table, Tensor) and table.dim() == 2 else weight
-    fields = itertools.chain.from_iterable(vars(source).items() for source in configs(model))
-    special = {x for name, x in fields if name.endswith(("_token_id", "_token_index")) and isinstance(x, int)}
-    size = min(len(table), len(weight), 64 + len(special))
-    ids = [i for i in range(size) if i not in special] or [0]
+    ids = ordinary_tokens(model, min(len(table), len(weight)))
     input_ids = torch.tensor([[ids[(7 * t + 3) % len(ids)] for t in range(NUM_TOKENS)]], device=table.device)
     further = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
     return {"input_ids": input_ids} | {name: value for name, value in further.items() if accepts(model, name)}
+
+
+def ordinary_tokens(model: nn.Module, size: int) -> list[int]:
+    """Up to 64 ids below `size`: none that the config names as special, since it may represent an image."""
+    fields = itertools.chain.from_iterable(vars(source).items() for source in configs(model))
+    special = {x for name, x in fields if name.endswith(("_token_id", "_token_index")) and isinstance(x, int)}
+    return [i for i in range(min(size, 64 + len(special))) if i not in special] or [0]
 
 
 @contextmanager
