@@ -131,6 +131,13 @@ def test_the_extra_dev_has_what_make_test_installs(wheel):
     assert installed - {"wheel"} <= offered  # setuptools 77 makes wheels by itself
 
 
+def test_the_extra_peers_installs_a_trl_that_is_served():
+    (trl,) = re.findall(r'"trl>=([\d.]+),<([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    source = (ROOT / "grpo_fused/integrations/trl/release.py").read_text()
+    major, minor = re.findall(r'^    "(\d+)\.(\d+)":', source, re.MULTILINE)[-1]
+    assert trl == ("0.29", f"{major}.{int(minor) + 1}")
+
+
 def test_import_from_a_wheel(wheel, python, tmp_path):
     install(python, str(wheel), cwd=tmp_path)
     package, kernels = run(str(python), "-c", IMPORTS, cwd=tmp_path).split()
