@@ -264,8 +264,8 @@ def identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict
     every, adapters = dict(model.named_parameters()), set(getattr(model, "peft_config", ()))
     for name, weight in every.items():
         is_adapter = weight.requires_grad and not adapters.isdisjoint(name.split("."))
-        second = every.get(name.replace(".lora_A.", ".lora_B.")) if ".lora_" in name else None
-        if is_adapter and (second is None or not second.any()):
+        other = name.replace("_B.", "_A.") if "_B." in name else name.replace("_A.", "_B.")  # of an embedding A is 0
+        if is_adapter and not (".lora_" in name and weight.any() and every[other].any()):
             continue
         numbers: torch.Tensor = getattr(weight, "qdata", weight)  # torchao's tensors have no views
         some = numbers.detach().flatten()[:: max(weight.numel() // 256, 1)]

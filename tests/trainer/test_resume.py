@@ -116,7 +116,8 @@ def test_another_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         make(tmp_path, steps=2, resume=True)
 
 
-def test_a_model_is_the_same_in_another_dtype_and_with_another_new_adapter() -> None:
+@pytest.mark.parametrize("layer", ["q_proj", "embed_tokens"])
+def test_a_model_is_the_same_in_another_dtype_and_with_another_new_adapter(layer: str) -> None:
     from peft import LoraConfig, get_peft_model
 
     def of(change: Callable[[Any], Any]) -> str:
@@ -124,7 +125,7 @@ def test_a_model_is_the_same_in_another_dtype_and_with_another_new_adapter() -> 
 
     def adapted(model: Any, is_new: bool = True) -> Any:
         torch.manual_seed(len(seen))
-        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=is_new))
+        return get_peft_model(model, LoraConfig(r=2, target_modules=[layer], init_lora_weights=is_new))
 
     seen = [of(lambda model: model)]
     assert of(lambda model: model.bfloat16()) == seen[0]
