@@ -145,7 +145,7 @@ class GRPOTrainer:
             if hasattr(function, "to"):  # a reward model
                 function.to(device)
         self.policy = Policy(model, self.accelerator, config)
-        setup.check_causal(model, self.accelerator.autocast)
+        setup.check_causal(model)
         if reference_model is not None and config.loss.beta == 0:
             raise ValueError("reference_model is only used with loss.beta > 0; got beta 0")
         trained = {id(p) for p in model.parameters() if p.requires_grad}
