@@ -99,14 +99,15 @@ def check_names(function: str, options: Mapping[str, object], *refused: str) -> 
 def checking(
     function: str, options: Mapping[str, Any], *refused: str, with_tokens: bool = False
 ) -> AbstractContextManager[None]:
-    """Check the names of options, and give a block for the other checks; in both ranks of a group fail together."""
+    """Check the names of options, and give a block for the other checks: ranks of a group fail together in both."""
     group = options.get("process_group")
-    if group is None:
+
+    def together() -> AbstractContextManager[None]:
+        return nullcontext() if group is None else refusing_together(group, with_tokens=with_tokens)
+
+    with together():
         check_names(function, options, *refused)
-        return nullcontext()
-    with refusing_together(group, with_tokens=with_tokens):
-        check_names(function, options, *refused)
-    return refusing_together(group, with_tokens=with_tokens)
+    return together()
 
 
 def head_of(

@@ -236,6 +236,7 @@ def _products(rows: Tensor, parts: HeadParts) -> Tensor:
 
 
 def _token_inputs(model: nn.Module, weight: Tensor) -> dict[str, Any]:
+    """Eight ordinary tokens, with a mask if the model takes one."""
     table = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
     table = table if isinstance(table, Tensor) and table.dim() == 2 else weight
     ids = ordinary_tokens(model, min(len(table), len(weight)))
