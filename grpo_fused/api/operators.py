@@ -54,7 +54,7 @@ def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
     def make(body: Callable[..., Any]) -> Any:
         body.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
         operator: Any = torch.library.custom_op(
-            f"grpo_fused::{body.__name__}", body, mutates_args=(), tags=torch.Tag.cudagraph_unsafe
+            f"grpo_fused::{body.__name__}", body, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
         )
         operator.fake = lambda fake: operator.register_fake(lambda *values: fake(calls.build(kind, iter(values))))
         return operator
