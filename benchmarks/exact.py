@@ -90,7 +90,7 @@ def wrong(errors: dict[str, float], dtype: torch.dtype, *, ours: bool) -> str | 
         else:
             allowed = (OUR_GRADIENT_TOLERANCE if ours else GRADIENT_TOLERANCE)[dtype]
         if not error <= allowed:  # NaN is wrong, too
-            return f"{name} is off by {error:.2g}"
+            return f"{name} is off by {error:.3g}, allowed is {allowed:.3g}"
     return None
 
 

@@ -46,8 +46,9 @@ def test_reward_functions_get_their_columns(
 def test_an_unjudged_sample_is_counted_and_has_no_effect(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
 ) -> None:
+    trainer = make_trainer(model, tokenizer, rows, [lambda **columns: [1.0] + [None] * 7])
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    metrics = make_trainer(model, tokenizer, rows, [lambda **columns: [1.0] + [None] * 7]).step()
+    metrics = trainer.step()
     assert metrics["unjudged"] == 7
     assert metrics["loss"] == 0
     assert metrics["grad_norm"] == 0
@@ -276,7 +277,7 @@ def test_dropout_is_off_in_every_module(tokenizer: PreTrainedTokenizerFast, rows
     model.model.layers[0].hidden_dropout = model.model.layerdrop = 0.5  # Bloom's, and OPT's
     peft_model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.3))
     trainer = make_trainer(peft_model, tokenizer, rows, gradient_checkpointing=True)  # type: ignore[arg-type]
-    ids = torch.tensor([tokenizer("1+2=").input_ids])
+    ids = torch.tensor([tokenizer("1+2=").input_ids], device=trainer.accelerator.device)
     assert (model.model.layers[0].hidden_dropout, model.model.layerdrop) == (0, 0)
     for name, p in peft_model.named_parameters():
         if "lora_B" in name:  # at 0 it would hide what is dropped before it
@@ -297,7 +298,8 @@ def test_gradient_checkpointing_changes_no_update(
         rollout, _ = trainer.collect()
         calls.clear()
         torch.manual_seed(0)
-        losses.append([row["grad_norm"] for row in trainer.update(rollout, torch.linspace(-1, 1, 8))])
+        advantages = torch.linspace(-1, 1, 8, device=trainer.accelerator.device)
+        losses.append([row["grad_norm"] for row in trainer.update(rollout, advantages)])
         assert not any(module.training for module in model.modules())  # rollouts and scores are of eval mode
         recomputed.append(len(calls))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -323,14 +325,14 @@ def test_a_lora_reference_is_the_model_without_its_adapter(
     )
     assert trainer.reference is not None
     assert trainer.reference.policy is trainer.policy  # no copy
-    rollout, rows_of_it = trainer.collect()[0], torch.arange(8)
+    rollout, rows_of_it = trainer.collect()[0], torch.arange(8, device=trainer.accelerator.device)
     scores = trainer.reference.score(rollout, rows_of_it)
     history = trainer.train()
     assert history[0]["kl"] < history[-1]["kl"]
     assert torch.equal(trainer.reference.score(rollout, rows_of_it), scores)
     assert not torch.equal(trainer.policy.score(rollout, rows_of_it), scores)
     merged = model.unload().state_dict()
-    assert all(torch.equal(merged[name], value) for name, value in frozen.items())
+    assert all(torch.equal(merged[name].cpu(), value) for name, value in frozen.items())
 
 
 def test_the_reference_of_a_trained_adapter_has_it(
@@ -343,8 +345,8 @@ def test_the_reference_of_a_trained_adapter_has_it(
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.5)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer = make_trainer(model, tokenizer, rows, loss=GRPOLossConfig(beta=0.05), learning_rate=1e-2, steps=3)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     history = trainer.train()
     assert history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     assert history[-1]["kl"] > 1e-4
@@ -415,7 +417,8 @@ def test_sampling_log_probs_correct_the_loss(tokenizer: PreTrainedTokenizerFast,
     class Shifted(HuggingFaceEngine):
         def generate(self, prompts: Any, sampling: Any) -> Any:
             generation = super().generate(prompts, sampling)
-            rollout = Rollout(*pad_prompts([p for p in prompts for _ in range(4)], 0), generation.ids, generation.mask)
+            padded = pad_prompts([p for p in prompts for _ in range(4)], 0)
+            rollout = Rollout(*padded, generation.ids, generation.mask).to(trainer.accelerator.device)
             return generation._replace(sampling_logps=trainer.policy.score(rollout, torch.arange(8)) - 0.1)
 
     norms = {}
@@ -435,7 +438,8 @@ def test_sequences_that_are_left_out_do_not_dilute_the_sampling_metrics(
     trainer = make_trainer(model, tokenizer, rows, importance_sampling="sequence_truncate", max_completion_length=1)
     rollout, _ = trainer.collect()
     rollout = rollout._replace(sampling_logps=trainer.policy.score(rollout, torch.arange(8)) - 0.1)
-    (metrics,) = trainer.update(rollout, torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0]))
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0])
+    (metrics,) = trainer.update(rollout, advantages.to(trainer.accelerator.device))
     for kind in ("min", "mean", "max"):
         assert metrics[f"sampling/importance_sampling_ratio/{kind}"] == pytest.approx(math.exp(0.1), rel=1e-4)
 
