@@ -166,7 +166,7 @@ gpu-part = $(GPU_PYTHON) -m benchmarks.gpu $(1) $(if $(OUT),--out $(OUT)) $(if $
 gpu-first:  ## on a GPU: fp64 checks, the head kernel beside the library, engines and peers at three widths
 	$(call gpu-part,first)
 
-gpu-second:  ## on a GPU: small batches in graphs, its tests, and the head kernel's tuner
+gpu-second:  ## on a GPU: small batches in graphs, its tests, and those of training
 	$(call gpu-part,second)
 
 gpu-third:  ## on a GPU: the sweep of all shapes with the peers and memory, and the row kernels

@@ -1,10 +1,11 @@
 """The first runs on a GPU in three parts, each below eight minutes: for a machine that is there for half an hour.
 
     python -m benchmarks.gpu first --out runs/first.json     # are the kernels right; are they faster than the library
-    python -m benchmarks.gpu second --out runs/second.json   # small batches in graphs; the GPU tests; the head's tuner
+    python -m benchmarks.gpu second --out runs/second.json   # small batches in graphs; the GPU tests; training
     python -m benchmarks.gpu third --out runs/third.json     # all shapes and patterns, and memory; row kernels
 
-It needs torch, triton and numpy; setuptools for the extension, pytest and pytest-xdist for the tests. These took 140 s
+It needs torch, triton and numpy; setuptools for the extension, pytest and pytest-xdist for the tests; for those of
+training what `.[train,peers]` installs. The tests of the engines took 140 s
 beside an H100 by 6 processes on 16 cores, mostly of triton's compiler; the check of every option takes minutes for the
 same reason. `--wheels FOLDER` first installs what lies there, and asks no index. Each step is a process with a limit,
 writes its results as it goes, and does not start if less time is left than it needs at least; a step that fails does
@@ -41,7 +42,7 @@ class Step(NamedTuple):
     """after `python tests/rehearsal.py` in a rehearsal: a smaller problem; None: the same as without"""
 
 
-_SWEEP, _TUNE = ("-m", "benchmarks.sweep"), ("-m", "benchmarks.tune")
+_SWEEP = ("-m", "benchmarks.sweep")
 _TINY = ("--small", "--rounds", "1")
 _CASES = ("--cases", "bf16-80-64-2048", "--patterns", "half-inactive", "--peers")
 
@@ -61,7 +62,10 @@ PARTS: dict[str, tuple[Step, ...]] = {
             "check", ("-m", "grpo_fused", "check", "--quick", "--engines", "triton"), 60,
             ("grpo_fused", "check", "--quick", "--engines", "chunked"),
         ),
-        Step("head kernel", (*_TUNE, "--no-candidates", "--rounds", "5"), 110, ("benchmarks.tune", *_TINY)),
+        Step(
+            "head kernel", ("-m", "benchmarks.tune", "--no-candidates", "--rounds", "5"), 110,
+            ("benchmarks.tune", *_TINY),
+        ),
         Step(
             "speed",
             (*_SWEEP, "--rounds", "5", "--seconds", "140", "--no-memory", "--patterns", "dense", "--peers",
@@ -79,7 +83,13 @@ PARTS: dict[str, tuple[Step, ...]] = {
             ("pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/gpu/test_engines.py", "-k",
              _ONE_OF_EACH),
         ),
-        Step("head kernel", _TUNE, 170, ("benchmarks.tune", *_TINY)),
+        Step(
+            "training",
+            ("-m", "pytest", "-q", "-n", "6", "--maxfail", "20", "tests/trainer/test_trainer.py",
+             "tests/trainer/test_tiny.py", "tests/integrations/test_trl.py"),
+            130,
+            ("pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/trainer/test_tiny.py", "-k", "not saved and not score"),
+        ),
     ),
     "third": (
         EXTENSION,

@@ -66,22 +66,29 @@ def summary_case(runs: list[Run]) -> tuple[Run, dict[str, Any]] | None:
 
 
 def speed_of(device: str, runs: list[Run]) -> str:
-    """The tables of the newest run on the device, and which of the GPU's problems were not measured."""
-    run = newest(device, "loss", runs)
-    if run is not None:
-        return speed(run.sections["loss"], run)
+    """The tables of the newest run, of a GPU those of each kind; and which of the GPU's problems were not measured."""
+    found = newest_first(device, "loss", runs)
+    if found:
+        kinds = {run.machine["name"]: run for run in reversed(found)}  # the newest of each
+        older = [run for run in found[1:] if device == "cuda" and kinds[run.machine["name"]] is run]
+        return paragraphs(*(speed(run.sections["loss"], run, last=run is found[0]) for run in (found[0], *older)))
     note = f"On a {device.replace('cuda', 'gpu').upper()}: {NOT_YET}. `{COMMANDS[device]}` fills this in."
     return paragraphs(note, _missing_on_a_gpu({}, device))
 
 
-def speed(section: Section, run: Run) -> str:
-    """The machine, then a table for each problem that includes peers: ours and theirs, fastest first."""
+def speed(section: Section, run: Run, last: bool = True) -> str:
+    """The machine, then a table for each problem that includes peers: ours and theirs, fastest first.
+
+    Of the newest run on the device also what it left out, and its plots.
+    """
     cases, device = with_peers(section), run.machine["device"]
     ours = {p for p, entry in section["providers"].items() if entry["ours"]}
     blocks = [_about(section, run), *(_speed_table(case, ours) for case in cases.values())]
     alone = [row for name, case in _dense(section).items() if name not in cases for row in _alone_rows(case)]
     if alone:
         blocks.append(grid("| Other sizes | | forward + backward | × bare | scoring | × bare | memory |", alone))
+    if not last:
+        return paragraphs(*blocks)
     if left_out := section["left_out"]:
         blocks.append(f"Not measured in the time of this run: {', '.join(left_out)}.")
     blocks.append(_missing_on_a_gpu(section["cases"], device))

@@ -16,7 +16,9 @@ IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:  # one of a worker for each core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 if os.environ.setdefault("TRITON_INTERPRET", "1") != "0":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # interpreted is on the CPU, and the tests hold tensors there; see `make gpu`
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # interpreted is on the CPU, and the tests hold tensors there; see `make gpu`
+    )
 # Threads that spin at every small operation slow the tests manyfold when anything else runs on the machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -71,7 +71,7 @@ def test_the_third_part_is_the_whole_sweep():
 
 def test_the_second_part_has_small_batches():
     assert [(case.N, case.H, case.V) for case in graphs.CASES] == [(256, 896, 151936), (1024, 896, 151936)]
-    assert {step.name for step in PARTS["second"]} == {"extension", "graphs", "tests", "head kernel"}
+    assert {step.name for step in PARTS["second"]} == {"extension", "graphs", "tests", "training"}
 
 
 def test_steps_after_a_failure_and_a_hang_run(monkeypatch, tmp_path, capfd):

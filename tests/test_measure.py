@@ -81,7 +81,7 @@ def test_wrong_and_failed_results_are_not_timed():
     reasons = {name: row.get("not_timed") for name, row in rows.items()}
     assert [name for name, reason in reasons.items() if reason is None] == ["right", "peer", "rounded"]
     assert "is off by" in reasons["no mask"]
-    assert reasons["log-probs"] == "logp is off by 0.001, allowed is 0.0001"
+    assert reasons["log-probs"] == "logp is off by 0.001, allowed is 0.0002"
     assert reasons["fails"] == "RuntimeError: no such kernel"
     assert reasons["nan"].endswith("is off by nan, allowed is 0.005")
     for name, row in rows.items():

@@ -199,6 +199,21 @@ def test_a_gpu_run_lists_what_it_has_not_measured(place):
     assert "(plots/gpu-speed.svg)" in gpu
 
 
+def test_each_kind_of_gpu_has_the_tables_of_its_newest_run(place):
+    """The newest kind first, with the plots; the last kind lists nothing that it has not measured."""
+    for date, name in (("2026-05-06", "Old GPU"), ("2026-05-07", "New GPU"), ("2026-05-08", "Old GPU")):
+        text = result("cuda", (PLANS[0].case, True), date=f"{date}T07:08:09").replace('"A machine"', f'"{name}"')
+        put(place, f"{date}.json", text.replace("abc1234", date[-2:] * 3))
+    report.write(*place)
+    gpu = benchmarks_page(place).split("begin:gpu-speed")[1].split("end:gpu-speed")[0]
+    assert [line for line in gpu.splitlines() if line.startswith("Commit")] == [
+        f"Commit {day * 3}, 2026-05-{day}, 3 rounds, load average 0.1 at the start. "
+        "Repeat it with `python -m benchmarks.cpu --quick`." for day in ("08", "07")]  # fmt: skip
+    newest, older = gpu.split("New GPU")
+    assert ("not measured yet" in newest, "not measured yet" in older) == (True, False)
+    assert gpu.count("(plots/gpu-speed.svg)") == newest.count("(plots/gpu-speed.svg)") == 1
+
+
 def test_places_of_a_layout_that_differ_in_their_last_bits_give_the_same_plot(tmp_path):
     pytest.importorskip("matplotlib")
 
