@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint quantized trl axolotl swift megatron deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
+.PHONY: help demo test test-full lint quantized trl oldest axolotl swift megatron deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -69,6 +69,19 @@ record = $(if $(OUT),; status=$$?; $(BIN)/python -m benchmarks.releases --report
 TRL ?=
 trl: $(VENV)/.dev $(VENV)/.native  ## the integration with TRL under each release that is served (about 20 minutes)
 	$(BIN)/python -m benchmarks.releases $(if $(TRL),--releases $(TRL)) $(if $(OUT),--out $(OUT))
+
+# Triton 3.6's interpreter fails with NumPy 2.4; torch 2.10 cannot compile a caller as a whole (docs/versions.md).
+oldest: $(VENV)-oldest/.ready  ## the gate with the oldest PyTorch that the package takes (installs 5 GB, 25 minutes)
+	$(VENV)-oldest/bin/python -W ignore setup.py -q build_ext --inplace
+	$(VENV)-oldest/bin/python -m pytest -q -n logical --ignore tests/test_packaging.py -k "not compile_of_a_caller and not compiled_caller"
+
+$(VENV)-oldest/.ready: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)-oldest
+	@mkdir -p build
+	sed 's/^torch==.*/torch==2.10.0/; s/^triton==.*/triton==3.6.0/' constraints.txt > build/oldest.txt
+	$(VENV)-oldest/bin/python -m pip install --quiet torch==2.10.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
+	$(VENV)-oldest/bin/python -m pip install --quiet -c build/oldest.txt 'numpy<2.4' 'setuptools>=77' triton -e '.[dev]'
+	@touch $@
 
 deepspeed: $(VENV)-deepspeed/.ready  ## TRL under DeepSpeed ZeRO-2 and ZeRO-3 on two CPU processes (about 5 minutes)
 	$(call test-with,deepspeed,DS_ACCELERATOR=cpu)
@@ -212,7 +225,7 @@ $(foreach package,triton torchao bitsandbytes gguf compressed_tensors loguru,bui
 	@touch $@
 
 clean:  ## remove the files that make created
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-deepspeed $(VENV)-ray $(VENV)-torchtitan $(VENV)-verl $(VENV)-vllm $(VENV)-axolotl $(VENV)-swift build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-oldest $(VENV)-deepspeed $(VENV)-ray $(VENV)-torchtitan $(VENV)-verl $(VENV)-vllm $(VENV)-axolotl $(VENV)-swift build dist *.egg-info grpo_fused/*.so runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.10+ is needed: $(PYTHON) was not found"; exit 1; }
