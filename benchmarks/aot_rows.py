@@ -109,12 +109,8 @@ def table() -> list[dict[str, Any]]:
 USED = {"registers": "REG", "stack": "STACK", "local": "LOCAL", "static_shared": "SHARED"}
 """Resources by their names in the output of cuobjdump; static shared memory is in bytes, with 1 KiB of the system."""
 COUNTED = {
-    "wide_loads": r"\bLD[GS]\.(?:E\.)?128",  # 128-bit, from global or shared memory
+    "wide_loads": r"\bLDG\.E\.128",  # 128-bit, from global memory
     "wide_stores": r"\bSTG\.E\.128",  # 128-bit, to global memory
-    "bulk_copies": r"\bUBLKCP",
-    "cluster_arrivals": r"\bUCGABAR_ARV",
-    "cluster_waits": r"\bUCGABAR_WAIT",
-    "remote_stores": r"\bST(?:\.E|AS)?\.128",  # 128-bit, to the shared memory of other blocks
 }
 """Instructions of a kernel by what they are in its machine code."""
 
@@ -146,26 +142,22 @@ def compile_library(
 
 
 def inspect_library(library: Path) -> list[SimpleNamespace]:
-    """Every kernel of a library, on every architecture that it was compiled for: `USED`, `COUNTED`, and whether no
-    store to global memory comes before the last wait for the cluster (`stores_follow_barrier`)."""
+    """Every kernel of a library, on every architecture that it was compiled for: `USED` and `COUNTED`."""
     tool = str(_cuobjdump())
     found = []
     code = _functions(output_of(tool, "-sass", str(library)))
     for (arch, name), usage in _functions(output_of(tool, "--dump-resource-usage", str(library))).items():
-        kernel, mode, logits, out = _parse(name)
-        if kernel == "cluster" and arch == "sm_80":
-            continue  # empty: there are no clusters
+        mode, logits, out = _parse(name)
         text = code[arch, name]
         used = dict(re.findall(r"\b([A-Z]+):(\d+)", usage))
         found.append(
             SimpleNamespace(
-                kernel=kernel, mode=mode, arch=arch, logits=logits, out=out,
+                mode=mode, arch=arch, logits=logits, out=out,
                 **{name: int(used[key]) for name, key in USED.items()},
                 **{name: len(re.findall(pattern, text)) for name, pattern in COUNTED.items()},
-                stores_follow_barrier=text.find("STG.") > text.rfind("UCGABAR_WAIT"),
             )
         )  # fmt: skip
-    return sorted(found, key=lambda e: (e.kernel, MODES.index(e.mode), e.logits, e.out, e.arch))
+    return sorted(found, key=lambda e: (MODES.index(e.mode), e.logits, e.out, e.arch))
 
 
 def _functions(dump: str) -> dict[tuple[str, str], str]:
@@ -182,11 +174,11 @@ def _functions(dump: str) -> dict[tuple[str, str], str]:
     return {key: "\n".join(lines) for key, lines in parts.items()}
 
 
-def _parse(mangled: str) -> tuple[str, str, str, str]:
-    match = re.search(r"row_(cluster|stream)_kernelILNS_7RowModeE(\d)E(f|13__nv_bfloat16|6__half)(\w+?)EEv", mangled)
+def _parse(mangled: str) -> tuple[str, str, str]:
+    match = re.search(r"row_kernelILNS_7RowModeE(\d)E(f|13__nv_bfloat16|6__half)(\w+?)EEv", mangled)
     assert match is not None, mangled
-    logits = TYPES[match[3]]
-    return match[1], MODES[int(match[2])], logits, logits if match[4].startswith("S") else TYPES[match[4]]
+    logits = TYPES[match[2]]
+    return MODES[int(match[1])], logits, logits if match[3].startswith("S") else TYPES[match[3]]
 
 
 def _cuobjdump() -> str | None:

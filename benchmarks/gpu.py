@@ -88,7 +88,8 @@ PARTS: dict[str, tuple[Step, ...]] = {
             ("-m", "pytest", "-q", "-n", "6", "--maxfail", "20", "tests/trainer/test_trainer.py",
              "tests/trainer/test_tiny.py", "tests/integrations/test_trl.py"),
             130,
-            ("pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/trainer/test_tiny.py", "-k", "not saved and not score"),
+            ("pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/trainer/test_tiny.py", "-k",
+             "not saved and not score"),
         ),
     ),
     "third": (

@@ -1,4 +1,4 @@
-"""Only the row kernels: Triton against CUDA C++ in every layout over thread blocks, into one JSON file.
+"""Only the row kernels: Triton against CUDA C++, into one JSON file.
 
     python -m benchmarks.rows --out rows.json             # on a GPU, about two minutes
     python -m benchmarks.rows --small --out rows.json     # the same program on few rows
@@ -38,14 +38,6 @@ VOCABULARIES = (32000, 128256, 151936, 262208)
 SMALL_VOCABULARIES = (300,)
 SLAB_BYTES = 2 * 2**30
 """fp32 logits of a measurement: those of a chunk by the default scratch budget."""
-LAYOUTS = {
-    "auto": (0, 0),
-    "4x256": (4, 256),
-    "4x512": (4, 512),
-    "8x256": (8, 256),
-    "8x512": (8, 512),
-    "stream": (-1, 0),
-}
 BYTES_PER_LOGIT = {"statistics": 4, "gradient": 6, "loss": 6}
 """The minimum of memory traffic: fp32 logits read once, a bf16 gradient written once in their place."""
 CONFIG = GRPOLossConfig()
@@ -114,25 +106,20 @@ class Problem:
 
 
 def candidates() -> dict[str, RowWork]:
-    """Triton's row work, and CUDA C++ in every layout if it was built."""
+    """Triton's row work, and CUDA C++ if it was built."""
     from grpo_fused.kernels.launch import TritonRows
 
     triton: dict[str, RowWork] = {"triton": TritonRows()}
     if (reason := cuda_rows.unavailable()) is not None:
         print(f"Triton only: the CUDA row kernel cannot run here: {reason}")
         return triton
-    return triton | {f"cuda-{name}": cuda_rows.CudaRows(*layout) for name, layout in LAYOUTS.items()}
+    return triton | {"cuda": cuda_rows.CudaRows()}
 
 
 def measure(problem: Problem, works: dict[str, RowWork], device: str, rounds: int) -> dict[str, Any]:
     """Errors of every candidate; its times by mode, and their ratios to those of the first one that is right."""
-    errors: dict[str, Any] = {}
-    for name, work in works.items():
-        try:
-            errors[name] = problem.error(work)
-        except RuntimeError as error:  # no cluster of that size holds such a row
-            errors[name] = str(error).splitlines()[0]
-    timed = {name: work for name, work in works.items() if isinstance(errors[name], float) and errors[name] <= 1e-4}
+    errors = {name: problem.error(work) for name, work in works.items()}
+    timed = {name: work for name, work in works.items() if errors[name] <= 1e-4}
     calls: dict[str, Calls] = {mode: {} for mode in BYTES_PER_LOGIT}
     for name, work in timed.items():
         problem.restore()

@@ -69,13 +69,9 @@ GRPO_HOST_DEVICE float fast_exp(float x) {
 }
 
 constexpr int kPacketBytes = 16;  // the widest access of a thread
-constexpr int kChunkBytes = 16384;  // of one bulk copy: a part of a row is processed while the rest arrives
 
 template <typename T>
 constexpr int kPacket = kPacketBytes / int(sizeof(T));
-
-template <typename T>
-constexpr int kChunk = kChunkBytes / int(sizeof(T));
 
 template <typename T>
 struct alignas(kPacketBytes) Packet {
@@ -249,110 +245,73 @@ GRPO_HOST_DEVICE void to_gradient(float (&z)[N], const float (&slope)[N], const 
   }
 }
 
-// The elements of a row that a thread block holds: `count` from column `first`, in memory at `held`.
+// A row of logits.
 template <typename T>
-struct Part {
-  const T* held;
-  int first, count;
-  bool wide;  // `held` and what follows can be read 16 bytes at a time
+struct Row {
+  const T* logits;
+  int count;
+  bool wide;  // it starts at a multiple of 16 bytes
 };
 
 struct Thread {
   int index, count;
 };
 
-// Columns that each of `blocks` thread blocks holds: a multiple of 64, so that parts start at whole cache lines.
-GRPO_HOST_DEVICE int part_length(int vocab_size, int blocks) { return ((vocab_size + blocks - 1) / blocks + 63) / 64 * 64; }
-
-GRPO_HOST_DEVICE int part_count(int vocab_size, int part, int rank) {
-  const int64_t left = int64_t(vocab_size) - int64_t(part) * rank;
-  return left < 0 ? 0 : left < part ? int(left) : part;
-}
-
-// The elements of a part that bulk copies load: all whole packets, or none if rows start at odd addresses.
-template <typename T>
-GRPO_HOST_DEVICE int bulk_elements(int count, bool wide) {
-  return wide ? count / kPacket<T> * kPacket<T> : 0;
-}
-
-// Those of them in the chunk that starts at `begin`; none in a last chunk shorter than a packet.
-template <typename T>
-GRPO_HOST_DEVICE int chunk_elements(int bulk, int begin) {
-  const int left = bulk - begin;
-  return left < 0 ? 0 : left < kChunk<T> ? left : kChunk<T>;
-}
-
-// A thread's share of the statistics of a part, packet by packet; `arrived(k)` waits for chunk k.
-template <bool Plain, bool WithEntropy, typename T, typename Arrived>
-GRPO_HOST_DEVICE Partial thread_statistics(const Part<T>& part, Thread thread, const RowTransform& t,
-                                           Arrived arrived) {
+// A thread's share of the statistics of a row, packet by packet.
+template <bool Plain, bool WithEntropy, typename T>
+GRPO_HOST_DEVICE Partial thread_statistics(const Row<T>& row, Thread thread, const RowTransform& t) {
   constexpr int N = kPacket<T>;
   Partial p = no_elements();
-  for (int chunk = 0, begin = 0; begin < part.count; ++chunk, begin += kChunk<T>) {
-    arrived(chunk);
-    const int end = begin + kChunk<T> < part.count ? begin + kChunk<T> : part.count;
-    for (int i = begin + thread.index * N; i < end; i += thread.count * N) {
-      float z[N], slope[N];
-      load_values(part.held + i, end - i, part.wide, z);
-      to_z<Plain>(z, slope, part.first + i, end - i, t);
-      if (i + N > end) {
-        GRPO_UNROLL
-        for (int k = 0; k < N; ++k) z[k] = i + k < end ? z[k] : kMinusInfinity;
-      }
-      add_elements<WithEntropy>(p, z);
+  for (int i = thread.index * N; i < row.count; i += thread.count * N) {
+    float z[N], slope[N];
+    load_values(row.logits + i, row.count - i, row.wide, z);
+    to_z<Plain>(z, slope, i, row.count - i, t);
+    if (i + N > row.count) {
+      GRPO_UNROLL
+      for (int k = 0; k < N; ++k) z[k] = i + k < row.count ? z[k] : kMinusInfinity;
     }
+    add_elements<WithEntropy>(p, z);
   }
   return p;
 }
 
 // The same with the options as run-time values.
-template <typename T, typename Arrived>
-GRPO_HOST_DEVICE Partial thread_statistics(const Part<T>& part, Thread thread, const RowTransform& t, bool with_entropy,
-                                           Arrived arrived) {
+template <typename T>
+GRPO_HOST_DEVICE Partial thread_statistics(const Row<T>& row, Thread thread, const RowTransform& t, bool with_entropy) {
   if (is_plain(t)) {
-    return with_entropy ? thread_statistics<true, true>(part, thread, t, arrived)
-                        : thread_statistics<true, false>(part, thread, t, arrived);
+    return with_entropy ? thread_statistics<true, true>(row, thread, t) : thread_statistics<true, false>(row, thread, t);
   }
-  return with_entropy ? thread_statistics<false, true>(part, thread, t, arrived)
-                      : thread_statistics<false, false>(part, thread, t, arrived);
+  return with_entropy ? thread_statistics<false, true>(row, thread, t) : thread_statistics<false, false>(row, thread, t);
 }
 
-// A thread's share of the gradient of a part, written to `out`, where the part's first column goes. `loaded()` is called
-// by all threads between the loads and the stores of each stride: a barrier if the stores overwrite the logits.
-template <bool Plain, typename T, typename Out, typename Arrived, typename Loaded>
-GRPO_HOST_DEVICE void thread_gradient(const Part<T>& part, Thread thread, const RowTransform& t,
-                                      const RowCoefficients& c, Out* out, bool wide_out, Arrived arrived,
-                                      Loaded loaded) {
+// A thread's share of the gradient of a row, written to `out`. `loaded()` is called by all threads between the loads and
+// the stores of each stride: a barrier if the stores overwrite the logits.
+template <bool Plain, typename T, typename Out, typename Loaded>
+GRPO_HOST_DEVICE void thread_gradient(const Row<T>& row, Thread thread, const RowTransform& t, const RowCoefficients& c,
+                                      Out* out, bool wide_out, Loaded loaded) {
   constexpr int N = kPacket<Out>;
-  for (int chunk = 0, begin = 0; begin < part.count; ++chunk, begin += kChunk<T>) {
-    arrived(chunk);
-    const int end = begin + kChunk<T> < part.count ? begin + kChunk<T> : part.count;
-    for (int stride = begin; stride < end; stride += thread.count * N) {
-      const int i = stride + thread.index * N;
-      float d[N] = {}, slope[N];
-      if (i < end) load_values(part.held + i, end - i, part.wide, d);
-      loaded();
-      if (i < end) {
-        to_z<Plain>(d, slope, part.first + i, end - i, t);
-        to_gradient(d, slope, c);
-        store_values(d, end - i, wide_out, out + i);
-      }
+  for (int stride = 0; stride < row.count; stride += thread.count * N) {
+    const int i = stride + thread.index * N;
+    float d[N] = {}, slope[N];
+    if (i < row.count) load_values(row.logits + i, row.count - i, row.wide, d);
+    loaded();
+    if (i < row.count) {
+      to_z<Plain>(d, slope, i, row.count - i, t);
+      to_gradient(d, slope, c);
+      store_values(d, row.count - i, wide_out, out + i);
     }
   }
-  const int target = c.target - part.first;  // written again, by the thread that wrote it
-  if (target >= 0 && target < part.count && target % kChunk<T> / N % thread.count == thread.index) {
-    narrow(c.at_target, out[target]);
-  }
+  // written again, by the thread that wrote it
+  if (c.target >= 0 && c.target / N % thread.count == thread.index) narrow(c.at_target, out[c.target]);
 }
 
-template <typename T, typename Out, typename Arrived, typename Loaded>
-GRPO_HOST_DEVICE void thread_gradient(const Part<T>& part, Thread thread, const RowTransform& t,
-                                      const RowCoefficients& c, Out* out, bool wide_out, Arrived arrived,
-                                      Loaded loaded) {
+template <typename T, typename Out, typename Loaded>
+GRPO_HOST_DEVICE void thread_gradient(const Row<T>& row, Thread thread, const RowTransform& t, const RowCoefficients& c,
+                                      Out* out, bool wide_out, Loaded loaded) {
   if (is_plain(t)) {
-    thread_gradient<true>(part, thread, t, c, out, wide_out, arrived, loaded);
+    thread_gradient<true>(row, thread, t, c, out, wide_out, loaded);
   } else {
-    thread_gradient<false>(part, thread, t, c, out, wide_out, arrived, loaded);
+    thread_gradient<false>(row, thread, t, c, out, wide_out, loaded);
   }
 }
 

@@ -16,7 +16,6 @@ namespace {
 using grpo::Dtype;
 using grpo::RowArguments;
 using grpo::RowMode;
-using grpo::RowPlan;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
@@ -125,11 +124,7 @@ void check_cuda(cudaError_t error, const char* what) {
   STD_TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
 }
 
-void launch(RowMode mode, const RowArguments& a, const Tensor& logits, Dtype out, int64_t blocks, int64_t threads) {
-  STD_TORCH_CHECK(blocks == -1 || blocks == 0 || blocks == 1 || blocks == 2 || blocks == 4 || blocks == 8,
-                  "blocks must be 1, 2, 4 or 8 of a cluster, 0 to choose or -1 to stream; got ", blocks);
-  STD_TORCH_CHECK(threads % 32 == 0 && 0 <= threads && threads <= grpo::kMaxThreads,
-                  "threads must be a multiple of 32 up to ", grpo::kMaxThreads, ", or 0 to choose; got ", threads);
+void launch(RowMode mode, const RowArguments& a, const Tensor& logits, Dtype out) {
   const Dtype type = dtype_of("logits", logits);
   STD_TORCH_CHECK(type == out || type == Dtype::fp32, "out must have the dtype of logits that are not float32");
   STD_TORCH_CHECK(mode != RowMode::loss || out != Dtype::fp16,
@@ -137,36 +132,31 @@ void launch(RowMode mode, const RowArguments& a, const Tensor& logits, Dtype out
   STD_TORCH_CHECK(logits.is_cuda(), "logits must be on a CUDA device");
   if (a.rows == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-  RowPlan plan;
-  check_cuda(grpo::plan_rows(a.vocab_size, static_cast<int>(logits.element_size()), static_cast<int>(blocks),
-                             static_cast<int>(threads), &plan),
-             "no such cluster of thread blocks holds these rows on this device");
-  STD_TORCH_CHECK(a.rows * (plan.blocks == 0 ? 1 : plan.blocks) <= kMaxGrid, "too many rows: ", a.rows);
+  STD_TORCH_CHECK(a.rows <= kMaxGrid, "too many rows: ", a.rows);
   void* stream = nullptr;
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(logits.get_device_index(), &stream) == 0,
                   "torch gave no current stream for device ", logits.get_device_index());
-  check_cuda(grpo::launch_rows(mode, type, out, a, plan, static_cast<cudaStream_t>(stream)), "launching a row kernel");
-  check_cuda(cudaGetLastError(), "launching a row kernel");
+  check_cuda(grpo::launch_rows(mode, type, out, a, static_cast<cudaStream_t>(stream)), "launching a row kernel");
 }
 
 void row_statistics(Tensor logits, Tensor targets, OptionalTensor bias, OptionalTensor temperatures,
                     double temperature, double logit_scale, double softcap, Tensor max, Tensor log_sum, Tensor logp,
-                    OptionalTensor entropy, int64_t blocks, int64_t threads) {
+                    OptionalTensor entropy) {
   RowArguments a = common_arguments(logits, targets, bias, temperatures, temperature, logit_scale, softcap);
   add_statistics(a, logits, max, log_sum, logp, entropy);
-  launch(RowMode::statistics, a, logits, dtype_of("logits", logits), blocks, threads);
+  launch(RowMode::statistics, a, logits, dtype_of("logits", logits));
 }
 
 void row_gradient(Tensor logits, Tensor out, Tensor targets, OptionalTensor bias, OptionalTensor temperatures,
                   double temperature, double logit_scale, double softcap, Tensor max, Tensor log_sum, Tensor logp,
-                  OptionalTensor entropy, Tensor dlogp, OptionalTensor dentropy, int64_t blocks, int64_t threads) {
+                  OptionalTensor entropy, Tensor dlogp, OptionalTensor dentropy) {
   RowArguments a = common_arguments(logits, targets, bias, temperatures, temperature, logit_scale, softcap);
   add_out(a, logits, out);
   add_statistics(a, logits, max, log_sum, logp, entropy);
   a.dlogp = vector("dlogp", dlogp, a.rows, logits);
   a.dentropy = vector("dentropy", dentropy, a.rows, logits);
   STD_TORCH_CHECK(!dentropy || entropy, "dentropy needs entropy");
-  launch(RowMode::gradient, a, logits, dtype_of("out", out), blocks, threads);
+  launch(RowMode::gradient, a, logits, dtype_of("out", out));
 }
 
 void row_loss(Tensor logits, Tensor out, Tensor targets, OptionalTensor bias, OptionalTensor temperatures,
@@ -174,7 +164,7 @@ void row_loss(Tensor logits, Tensor out, Tensor targets, OptionalTensor bias, Op
               OptionalTensor old_logp, OptionalTensor ref_logp, OptionalTensor is_ratio, OptionalTensor entropy_weight,
               int64_t policy, int64_t kl_estimator, bool bias_correction, double epsilon, double epsilon_high,
               double delta, double dual_clip, double tau_pos, double tau_neg, double beta, Tensor max, Tensor log_sum,
-              Tensor logp, OptionalTensor entropy, Tensor loss, Tensor dlogp, int64_t blocks, int64_t threads) {
+              Tensor logp, OptionalTensor entropy, Tensor loss, Tensor dlogp) {
   STD_TORCH_CHECK(0 <= policy && policy < grpo::kPolicies, "policy must be at least 0 and below ", grpo::kPolicies,
                   "; got ", policy);
   STD_TORCH_CHECK(1 <= kl_estimator && kl_estimator <= 3, "kl_estimator must be 1, 2 or 3; got ", kl_estimator);
@@ -202,7 +192,7 @@ void row_loss(Tensor logits, Tensor out, Tensor targets, OptionalTensor bias, Op
                static_cast<float>(tau_pos),
                static_cast<float>(tau_neg),
                static_cast<float>(beta)};
-  launch(RowMode::loss, a, logits, dtype_of("out", out), blocks, threads);
+  launch(RowMode::loss, a, logits, dtype_of("out", out));
 }
 
 }  // namespace
@@ -210,19 +200,18 @@ void row_loss(Tensor logits, Tensor out, Tensor targets, OptionalTensor bias, Op
 STABLE_TORCH_LIBRARY_FRAGMENT(grpo_fused_C, m) {
   m.def(
       "row_statistics(Tensor logits, Tensor targets, Tensor? bias, Tensor? temperatures, float temperature, "
-      "float logit_scale, float softcap, Tensor(a!) max, Tensor(b!) log_sum, Tensor(c!) logp, Tensor(d!)? entropy, "
-      "int blocks=0, int threads=0) -> ()");
+      "float logit_scale, float softcap, Tensor(a!) max, Tensor(b!) log_sum, Tensor(c!) logp, Tensor(d!)? entropy) "
+      "-> ()");
   m.def(
       "row_gradient(Tensor logits, Tensor(a!) out, Tensor targets, Tensor? bias, Tensor? temperatures, "
       "float temperature, float logit_scale, float softcap, Tensor max, Tensor log_sum, Tensor logp, Tensor? entropy, "
-      "Tensor dlogp, Tensor? dentropy, int blocks=0, int threads=0) -> ()");
+      "Tensor dlogp, Tensor? dentropy) -> ()");
   m.def(
       "row_loss(Tensor logits, Tensor(a!) out, Tensor targets, Tensor? bias, Tensor? temperatures, float temperature, "
       "float logit_scale, float softcap, Tensor advantages, Tensor weight, Tensor? old_logp, Tensor? ref_logp, "
       "Tensor? is_ratio, Tensor? entropy_weight, int policy, int kl_estimator, bool bias_correction, float epsilon, "
       "float epsilon_high, float delta, float dual_clip, float tau_pos, float tau_neg, float beta, Tensor(b!) max, "
-      "Tensor(c!) log_sum, Tensor(d!) logp, Tensor(e!)? entropy, Tensor(f!) loss, Tensor(g!) dlogp, int blocks=0, "
-      "int threads=0) -> ()");
+      "Tensor(c!) log_sum, Tensor(d!) logp, Tensor(e!)? entropy, Tensor(f!) loss, Tensor(g!) dlogp) -> ()");
 }
 
 // Registered for every device, so that a tensor on a wrong one gets a clear error.

@@ -1,4 +1,4 @@
-"""The row work of a logits chunk as CUDA C++: a cluster of thread blocks holds a row, read once and written once."""
+"""The row work of a logits chunk as CUDA C++: a thread block for each row."""
 
 from __future__ import annotations
 
@@ -32,22 +32,21 @@ class CudaRows:
 
     is_kernel = True
 
-    def __init__(self, blocks: int = 0, threads: int = 0) -> None:
-        """Launch clusters of `blocks` blocks of `threads`; 0 lets the kernel choose, `blocks=-1` streams rows.
+    def __init__(self) -> None:
+        """Load the operators.
 
         Raises:
-            RuntimeError: The operators cannot be loaded here.
+            RuntimeError: They cannot be loaded here.
         """
         reason = unavailable()
         if reason is not None:
             raise RuntimeError(f"CUDA row work cannot run here: {reason}")
-        self._layout = (blocks, threads)
 
     def statistics(self, rows: Rows, *, with_entropy: bool) -> Statistics:
         """See `rows.RowWork.statistics`."""
         stats = Statistics.empty(rows.raw.shape[0], rows.raw.device, with_entropy)
         torch.ops.grpo_fused_C.row_statistics(
-            rows.raw, rows.targets, rows.transform.bias, *rows.transform.numbers, *stats, *self._layout
+            rows.raw, rows.targets, rows.transform.bias, *rows.transform.numbers, *stats
         )
         return stats
 
@@ -57,9 +56,8 @@ class CudaRows:
             raise ValueError("CUDA row work takes all rows of a chunk; choose rows before they are scored")
         stats, dlogp, dentropy, _ = coefficients
         torch.ops.grpo_fused_C.row_gradient(
-            rows.raw, out, rows.targets, rows.transform.bias, *rows.transform.numbers, *stats, dlogp, dentropy,
-            *self._layout,
-        )  # fmt: skip
+            rows.raw, out, rows.targets, rows.transform.bias, *rows.transform.numbers, *stats, dlogp, dentropy
+        )
 
     def loss(
         self, rows: Rows, inputs: TokenInputs, options: ObjectiveNumbers, out: Tensor, *, with_entropy: bool
@@ -72,6 +70,6 @@ class CudaRows:
         torch.ops.grpo_fused_C.row_loss(
             rows.raw, out, rows.targets, rows.transform.bias, *rows.transform.numbers, *tensors,
             None if bonus is None else bonus.reshape(1), policy, KL_ESTIMATORS[estimator], *numbers, *stats, loss,
-            dlogp, *self._layout,
+            dlogp,
         )  # fmt: skip
         return RowLoss(stats if with_entropy else stats._replace(entropy=None), loss, dlogp)

@@ -1,4 +1,4 @@
-"""The CUDA C++ row kernel on a GPU: every mode, option, layout over thread blocks and size, against fp64 (make gpu)."""
+"""The CUDA C++ row kernel on a GPU: every mode, option and size, against fp64 (make gpu)."""
 
 from __future__ import annotations
 
@@ -26,23 +26,12 @@ pytestmark = pytest.mark.gpu
 
 PLAIN = Transform(None, 1.0, None, 1.0)
 SHAPES = [(1, 1), (5, 37), (3, 256), (2, 4097), (3, 151936), (2, 262208)]
-VARIANTS = {"auto": (0, 0), "one": (1, 96), "two": (2, 64), "eight": (8, 512), "stream": (-1, 0)}
 
 
 @pytest.fixture(autouse=True)
 def _available():
     if reason := cuda_rows.unavailable():
         pytest.skip(reason)
-
-
-def work_for(variant: str, vocab_size: int) -> CudaRows:
-    """Row work with the layout of `variant`, if such a cluster exists and holds a row."""
-    blocks, threads = VARIANTS[variant]
-    if blocks > 0 and torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("no clusters before sm_90")
-    if blocks > 0 and vocab_size * 4 > blocks * 96 * 1024:
-        pytest.skip("does not fit so small a cluster on every device")
-    return CudaRows(blocks, threads)
 
 
 def on_gpu(x):
@@ -61,12 +50,11 @@ def gradient(work: CudaRows, logits, out, targets, stats, dlogp, dentropy, trans
     work.gradient(Rows(logits, targets, transform), Coefficients(stats, dlogp, dentropy), out)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_statistics(shape, name, dtype, variant):
-    work = work_for(variant, shape[1])
+def test_statistics(shape, name, dtype):
+    work = CudaRows()
     values, targets = map(on_gpu, make_rows(shape))
     logits, transform = padded(values, dtype), to_gpu(make_transform(name, *shape))
     stats = statistics(work, logits, targets, transform)
@@ -76,13 +64,12 @@ def test_statistics(shape, name, dtype, variant):
     assert torch.equal(statistics(work, logits, targets, transform, with_entropy=False).logp, stats.logp)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["", "entropy"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradient_in_place(shape, name, with_entropy, out_dtype, variant):
-    work = work_for(variant, shape[1])
+def test_gradient_in_place(shape, name, with_entropy, out_dtype):
+    work = CudaRows()
     values, targets = map(on_gpu, make_rows(shape))
     transform = to_gpu(make_transform(name, *shape))
     dlogp, dentropy = torch.randn(2, shape[0], generator=torch.Generator().manual_seed(1)).cuda()
@@ -94,11 +81,10 @@ def test_gradient_in_place(shape, name, with_entropy, out_dtype, variant):
     assert_gradient(out, exact_gradient(values, targets, transform, dlogp, coefficient))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab_size", [37, 5003, 50257])
-def test_rows_at_odd_addresses_and_a_separate_buffer(vocab_size, dtype, variant):
-    work = work_for(variant, vocab_size)
+def test_rows_at_odd_addresses_and_a_separate_buffer(vocab_size, dtype):
+    work = CudaRows()
     values, targets = map(on_gpu, make_rows((3, vocab_size)))
     logits = values.to(dtype)
     stats = statistics(work, logits, targets, PLAIN)
@@ -136,12 +122,11 @@ def make_batch(config, logp, on_policy=False):
     return TokenBatch.build(inputs, Layout(torch.Size((3, 4)), 3, None), config, torch.float32)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab_size", [4500, 151936])
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
-def test_loss_in_one_launch(config, vocab_size, out_dtype, variant):
-    work = work_for(variant, vocab_size)
+def test_loss_in_one_launch(config, vocab_size, out_dtype):
+    work = CudaRows()
     values, targets = map(on_gpu, make_rows((12, vocab_size)))
     transform = to_gpu(make_transform("all", 12, vocab_size))
     logp, _ = exact(values.double(), targets, transform)
@@ -165,9 +150,8 @@ def test_loss_in_one_launch(config, vocab_size, out_dtype, variant):
         assert_gradient(out, exact_gradient(values, targets, transform, dlogp, derivatives.dentropy))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_impossible_tokens_nan_and_rows_without_a_coefficient(variant):
-    work = work_for(variant, 9000)
+def test_impossible_tokens_nan_and_rows_without_a_coefficient():
+    work = CudaRows()
     values, targets = map(on_gpu, make_rows((5, 9000)))
     targets[:2] = torch.tensor([4600, 5])
     values[:2, :4500] = -math.inf
@@ -188,11 +172,10 @@ def test_impossible_tokens_nan_and_rows_without_a_coefficient(variant):
     assert out[2].isnan().all()
 
 
-@pytest.mark.parametrize("variant", ["auto", "stream"])
 @pytest.mark.parametrize("shape", [(70000, 40), (20000, 151936)], ids=str)
-def test_beyond_the_grid_limit_and_two_to_the_31_logits(shape, variant):
+def test_beyond_the_grid_limit_and_two_to_the_31_logits(shape):
     """65,535 blocks of a grid's second dimension, and offsets of 64 bits (3e9 logits, 12 GB)."""
-    work = work_for(variant, shape[1])
+    work = CudaRows()
     logits = torch.randn(shape, device="cuda")
     targets = torch.randint(0, shape[1], shape[:1], device="cuda")
     want, _ = exact(logits[-8:].double(), targets[-8:], PLAIN)
@@ -209,9 +192,8 @@ def test_no_rows():
     assert stats.logp.shape == (0,)
 
 
-@pytest.mark.parametrize("variant", ["auto", "stream"])
-def test_two_runs_are_bitwise_equal_and_rows_are_independent(variant):
-    work = work_for(variant, 151936)
+def test_two_runs_are_bitwise_equal_and_rows_are_independent():
+    work = CudaRows()
     values, targets = map(on_gpu, make_rows((64, 151936)))
     results = []
     for rows in (slice(None), slice(None), slice(0, 7)):

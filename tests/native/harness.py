@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from grpo_fused.kernels.row_types import KL_ESTIMATORS, Statistics, TokenInputs, Transform
@@ -16,14 +15,6 @@ from grpo_fused.engines.token_kernels import objective_numbers
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STATISTICS, GRADIENT, LOSS = 0, 1, 2
-
-
-class Layout(NamedTuple):
-    """How a row is split over thread blocks."""
-
-    blocks: int
-    """of a cluster; 0 streams"""
-    threads: int
 
 
 class Options(ctypes.Structure):
@@ -64,40 +55,25 @@ class Harness:
         self._library = ctypes.CDLL(str(path))
         assert self._library.size_of_arguments() == ctypes.sizeof(Arguments)
 
-    def plan(
-        self, vocab_size: int, itemsize: int, *, clusters: bool, block_kib: int, processor_kib: int, blocks: int = 0
-    ) -> Layout | None:
-        """How rows are split over thread blocks on a device with such limits; None if that is impossible."""
-        chosen = (ctypes.c_int * 2)()
-        limits = (ctypes.c_bool(clusters), block_kib * 1024, processor_kib * 1024)
-        self._library.plan.restype = ctypes.c_bool
-        possible = self._library.plan(vocab_size, itemsize, *limits, blocks, 0, chosen)
-        return Layout(*chosen) if possible else None
-
-    def held_bytes(self, vocab_size: int, itemsize: int, blocks: int) -> int:
-        """Shared memory for the part of a row in a block of a cluster."""
-        self._library.held.restype = ctypes.c_int64
-        return self._library.held(vocab_size, itemsize, blocks)
-
     def statistics(
-        self, logits: Tensor, targets: Tensor, transform: Transform, layout: Layout, *, with_entropy: bool = True
+        self, logits: Tensor, targets: Tensor, transform: Transform, threads: int, *, with_entropy: bool = True
     ) -> Statistics:
         """Statistics of [R, V] logits."""
         stats = _empty_statistics(logits.shape[0], with_entropy)
-        self._run(STATISTICS, logits, logits, targets, transform, layout, **stats._asdict())
+        self._run(STATISTICS, logits, logits, targets, transform, threads, **stats._asdict())
         return stats
 
     def gradient(
         self, logits: Tensor, out: Tensor, targets: Tensor, statistics: Statistics, dlogp: Tensor,
-        dentropy: Tensor | None, transform: Transform, layout: Layout,
+        dentropy: Tensor | None, transform: Transform, threads: int,
     ) -> None:  # fmt: skip
         """The gradient from coefficients, written to `out`."""
         tensors = {**statistics._asdict(), "dlogp": dlogp, "dentropy": dentropy}
-        self._run(GRADIENT, logits, out, targets, transform, layout, **tensors)
+        self._run(GRADIENT, logits, out, targets, transform, threads, **tensors)
 
     def loss(
         self, logits: Tensor, out: Tensor, targets: Tensor, inputs: TokenInputs, config: GRPOLossConfig,
-        transform: Transform, layout: Layout,
+        transform: Transform, threads: int,
     ) -> tuple[Statistics, Tensor, Tensor]:  # fmt: skip
         """Statistics, losses and coefficients; the gradient is written to `out`."""
         stats = _empty_statistics(logits.shape[0], True)
@@ -109,12 +85,12 @@ class Harness:
         numbers["has_kl"] = inputs.ref is not None and options.beta != 0.0
         given = inputs._asdict()
         given["old_logp"], given["ref_logp"] = given.pop("old"), given.pop("ref")
-        self._run(LOSS, logits, out, targets, transform, layout, options=Options(**numbers), **stats._asdict(),
+        self._run(LOSS, logits, out, targets, transform, threads, options=Options(**numbers), **stats._asdict(),
                   **given, loss=loss, dlogp=dlogp)  # fmt: skip
         return stats, loss, dlogp
 
     def _run(
-        self, mode: int, logits: Tensor, out: Tensor, targets: Tensor, transform: Transform, layout: Layout,
+        self, mode: int, logits: Tensor, out: Tensor, targets: Tensor, transform: Transform, threads: int,
         options: Options | None = None, **tensors: Tensor | None,
     ) -> None:  # fmt: skip
         temperature = transform.temperature
@@ -128,9 +104,7 @@ class Harness:
             softcap=transform.softcap or 0.0, options=options or Options(),
             **{name: _pointer(x) for name, x in tensors.items()},
         )  # fmt: skip
-        refused = self._library.run_rows(
-            mode, TYPES[logits.dtype], TYPES[out.dtype], ctypes.byref(arguments), layout.blocks, layout.threads
-        )
+        refused = self._library.run_rows(mode, TYPES[logits.dtype], TYPES[out.dtype], ctypes.byref(arguments), threads)
         assert refused == 0
 
 

@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 from cuda_double import cuda_double
 from grpo_fused.kernels.row_types import Transform
 from native.building import CSRC
-from native.harness import GRADIENT, LOSS, STATISTICS, Layout, Options
+from native.harness import GRADIENT, LOSS, STATISTICS, Options
 
-LAYOUT = Layout(2, 64)
+THREADS = 64
 CONFIGS = [
     make_config("dapo"),
     make_config("grpo", beta=0.1, entropy_coef=0.02),
@@ -56,20 +56,20 @@ def double(row_functions, monkeypatch):
     run = row_functions._run
 
     def row_statistics(logits, targets, *rest):
-        *numbers, maximum, log_sum, logp, entropy = rest[:9]
+        *numbers, maximum, log_sum, logp, entropy = rest
         known = vectors(len(logits), max=maximum, log_sum=log_sum, logp=logp, entropy=entropy)
-        run(STATISTICS, logits, logits, targets, common(logits, targets, *numbers), LAYOUT, **known)
+        run(STATISTICS, logits, logits, targets, common(logits, targets, *numbers), THREADS, **known)
 
     def row_gradient(logits, out, targets, *rest):
-        *numbers, maximum, log_sum, logp, entropy, dlogp, dentropy = rest[:11]
+        *numbers, maximum, log_sum, logp, entropy, dlogp, dentropy = rest
         known = vectors(
             len(logits), max=maximum, log_sum=log_sum, logp=logp, entropy=entropy, dlogp=dlogp, dentropy=dentropy
         )
-        run(GRADIENT, logits, out, targets, common(logits, targets, *numbers), LAYOUT, **known)
+        run(GRADIENT, logits, out, targets, common(logits, targets, *numbers), THREADS, **known)
 
     def row_loss(logits, out, targets, *rest):
         numbers, (advantages, weight, old, ref, is_ratio, bonus), options = rest[:5], rest[5:11], rest[11:21]
-        maximum, log_sum, logp, entropy, loss, dlogp = rest[21:27]
+        maximum, log_sum, logp, entropy, loss, dlogp = rest[21:]
         assert out.dtype != torch.float16
         known = vectors(
             len(logits), max=maximum, log_sum=log_sum, logp=logp, entropy=entropy, loss=loss, dlogp=dlogp,
@@ -78,7 +78,7 @@ def double(row_functions, monkeypatch):
         assert bonus is None or entropy is not None
         policy, estimator, *others = options
         given = Options(policy, estimator, old is not None, ref is not None and options[-1] != 0.0, *others)
-        run(LOSS, logits, out, targets, common(logits, targets, *numbers), LAYOUT, given, **known,
+        run(LOSS, logits, out, targets, common(logits, targets, *numbers), THREADS, given, **known,
             **vectors(1, entropy_weight=bonus))  # fmt: skip
 
     # under another name, and in place of those of the CUDA extension, which another test may have loaded

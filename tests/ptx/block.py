@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,34 +60,6 @@ class Launch(NamedTuple):
     profile: Profile | None = None
 
 
-class Cluster:
-    """Blocks that run at the same time and can write into each other's shared memory; by rank."""
-
-    def __init__(self, blocks: list[Block]) -> None:
-        self.blocks = blocks
-        self.arrived = self.phase = 0
-
-    def arrive(self, threads: int) -> None:
-        """So many threads are at the cluster's barrier."""
-        self.arrived += threads
-        if self.arrived == sum(32 * block.num_warps for block in self.blocks):
-            self.arrived = 0
-            self.phase += 1
-        for block in self.blocks:
-            block.events += 1
-
-
-def cluster_of(launch: Launch, ranks: int, first: int, blocks: int) -> list[Block]:
-    """`ranks` blocks of a grid of `blocks` in one dimension, from `first` on, as a cluster."""
-    places = [{"ctaid.x": first + rank, "nctaid.x": blocks, "cluster_ctarank": rank, "cluster_nctarank": ranks}
-              for rank in range(ranks)]  # fmt: skip
-    made = [Block(launch, place) for place in places]
-    cluster = Cluster(made)
-    for block in made:
-        block.cluster = cluster
-    return made
-
-
 class Block:
     """One block of a grid; `special` has ctaid.x and so on."""
 
@@ -111,7 +83,6 @@ class Block:
         self.mbarriers: dict[int, Any] = {}
         self.pending: list[Callable[[], None]] = []
         """asynchronous operations that complete by themselves, oldest first"""
-        self.cluster = Cluster([self])
         self.races = None
         has_tensor = launch.program.has_tensor_memory
         if self.options.races:
@@ -174,23 +145,20 @@ class Block:
         return "\n  ".join(lines)
 
 
-def run(blocks: Sequence[Block], *, rounds: int = 10**7) -> None:
-    """Run blocks at the same time (those of a cluster) to their end."""
+def run(block: Block, *, rounds: int = 10**7) -> None:
+    """Run a block to its end."""
     with np.errstate(all="ignore"):
         for _ in range(rounds):
-            before = [block.events for block in blocks]
-            for block in blocks:
-                block.advance()
-            if all(block.done for block in blocks):
+            before = block.events
+            block.advance()
+            if block.done:
                 break
-            if before == [block.events for block in blocks]:
-                waiting = [block for block in blocks if block.pending]
-                if not waiting:
-                    raise PtxError("all warps wait:\n  " + "\n  ".join(block.where() for block in blocks))
-                waiting[0].pending.pop(0)()
-                waiting[0].events += 1
-        for block in blocks:
-            block.check_end()
-            if block.profile is not None:
-                block.profile.add(block)
-            block.groups.clear()  # they hold the block: without a cycle its memory is free at once
+            if before == block.events:
+                if not block.pending:
+                    raise PtxError(f"all warps wait:\n  {block.where()}")
+                block.pending.pop(0)()
+                block.events += 1
+        block.check_end()
+        if block.profile is not None:
+            block.profile.add(block)
+        block.groups.clear()  # they hold the block: without a cycle its memory is free at once

@@ -259,37 +259,6 @@ def commit_to(warps: Warps, place: int, finish: Finish, operations: list[Any]) -
     warps.block.pending.append(arrive)
 
 
-@form(r"cp\.async\.bulk\.shared::(?:cta|cluster)\.global\.mbarrier::complete_tx::bytes")
-def bulk_load(d: Decoder, found: re.Match[str]) -> Execute:
-    into, source, size, place = (
-        d.address(d.operands[0]), d.address(d.operands[1]), d.read(d.operands[2], "u32"), d.address(d.operands[3])
-    )  # fmt: skip
-
-    def execute(warps: Warps, mask: Array | None) -> None:
-        for lane in _each_lane(warps, mask):
-            block, count = warps.block, int(np.broadcast_to(size(warps), warps.size)[lane])
-            to, start = int(into(warps)[lane]), int(source(warps)[lane])
-            if (to | start | count) % 16:
-                raise PtxError(f"a bulk copy of {count} bytes from {start:#x} to {to:#x}: expected multiples of 16")
-            words = np.arange(0, count, 4)
-            block.memory.check(start + words, 4)
-            block.shared.check(to + words, 4)
-            operation = block.races.start(int(warps.warp[lane]), "tensor load") if block.races is not None else None
-            if block.profile is not None:
-                block.profile.tensor_copy(count, write=False)
-
-            def move(
-                to: int = to, start: int = start, words: Array = words, op: Any = operation, pc: int = warps.pc
-            ) -> None:
-                if op is not None:
-                    warps.block.races.perform(op, to + words, 4, pc, write=True)  # type: ignore[union-attr]
-                warps.block.shared.store(to + words, warps.block.memory.load(start + words, 4))
-
-            _later(warps, _mbarrier(warps, int(place(warps)[lane])), count, move, operation)
-
-    return execute
-
-
 def _box(warps: Warps, map_address: int, coordinates: list[int], place: int) -> tuple[Array, Array, Array, int]:
     """(addresses in shared memory, addresses in global memory, which of these are inside, bytes of an element)."""
     found = warps.block.launch.maps.get(map_address - PARAMETER_GENERIC - PARAMETER_START)

@@ -146,7 +146,7 @@ class Launcher:
         for number in range(x * y * z):
             if self.driver.only is None or self.driver.only(number, x * y * z):
                 place = {"ctaid.x": number % x, "ctaid.y": number // x % y, "ctaid.z": number // (x * y)}
-                run([Block(launch, place | {"nctaid.x": x, "nctaid.y": y, "nctaid.z": z})])
+                run(Block(launch, place | {"nctaid.x": x, "nctaid.y": y, "nctaid.z": z}))
 
     def _arguments(self, kernel: Kernel, given: Any) -> tuple[bytes, dict[int, TensorMap], list[torch.Tensor]]:
         """The kernel's parameters as bytes; its tensor maps, by their place among them; all tensors."""

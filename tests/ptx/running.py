@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 
-from tests.ptx.block import Block, Launch, Options, TensorMap, cluster_of, run
+from tests.ptx.block import Block, Launch, Options, TensorMap, run
 from tests.ptx.forms import Program
 from tests.ptx.memory import Space
 from tests.ptx.profile import Profile
@@ -35,9 +35,9 @@ ret;
 
 def run_ptx(
     body: str, *arrays: np.ndarray, threads: int = 32, shared: int = 1024, options: Options = IN_STEP,
-    profile: Profile | None = None, maps: tuple[TensorMap, ...] = (), ranks: int = 1,
+    profile: Profile | None = None, maps: tuple[TensorMap, ...] = (),
 ) -> Block:  # fmt: skip
-    """Run one block, or a cluster of `ranks` of which the first is returned. Array i is at the address of parameter p<i>, which %rd<i> holds; m<i> are tensor maps.
+    """Run one block. Array i is at the address of parameter p<i>, which %rd<i> holds; m<i> are tensor maps.
 
     Lane numbers are in %r0, lane * 4 in %rd50.
     """
@@ -54,9 +54,9 @@ def run_ptx(
     struct.pack_into(f"<{len(addresses)}Q", packed, 0, *addresses)
     found = {kernel.parameters[f"m{i}"].offset: m for i, m in enumerate(maps)}
     launch = Launch(Program(kernel), memory, bytes(packed), found, threads, shared, options, profile)
-    blocks = cluster_of(launch, ranks, 0, ranks)
-    run(blocks)
-    return blocks[0]
+    block = Block(launch, {"ctaid.x": 0, "nctaid.x": 1})
+    run(block)
+    return block
 
 
 WIDE = {"b32": "%r", "b64": "%rd", "b16": "%rs", "pred": "%p"}

@@ -1,4 +1,4 @@
-"""The CUDA C++ row kernels, compiled to PTX by nvcc and interpreted, against float64; clusters of blocks too."""
+"""The CUDA C++ row kernels, compiled to PTX by nvcc and interpreted, against float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ptx.block import Block, Launch, Options, cluster_of, run
+from tests.ptx.block import Block, Launch, Options, run
 from tests.ptx.driver import memory_of
 from tests.ptx.forms import Program
 from tests.ptx.text import parse
@@ -59,16 +59,16 @@ def compiled(architecture: str) -> str:
 
 
 @functools.cache
-def program(architecture: str, kind: str, mode: str, logits: torch.dtype, out: torch.dtype) -> Program:
+def program(architecture: str, mode: str, logits: torch.dtype, out: torch.dtype) -> Program:
     text = compiled(architecture)
     names = re.findall(r"\.entry\s+([\w$]+)", text)
     types = TYPES[logits] + (TYPES[out] if out != logits or logits == torch.float32 else "S2_")
-    wanted = re.compile(rf"row_{kind}_kernelILNS_7RowModeE{MODES[mode]}E{types}EEv")
+    wanted = re.compile(rf"row_kernelILNS_7RowModeE{MODES[mode]}E{types}EEv")
     return Program(parse(text, next(name for name in names if wanted.search(name))))
 
 
-def launch(program: Program, blocks: int, threads: int, tensors: dict[str, torch.Tensor], options: Options, **values):
-    """Run a row kernel: a cluster of `blocks` for each row, or, with 0, one block that streams it."""
+def launch(program: Program, threads: int, tensors: dict[str, torch.Tensor], options: Options, **values):
+    """Run a row kernel: a block for each row."""
     logits, out = tensors["logits"], tensors["out"]
     given = Arguments(
         rows=len(logits), vocab_size=logits.shape[1], stride_logits=logits.stride(0), stride_out=out.stride(0),
@@ -78,19 +78,9 @@ def launch(program: Program, blocks: int, threads: int, tensors: dict[str, torch
     )  # fmt: skip
     (parameter,) = program.kernel.parameters.values()
     assert parameter.size == ctypes.sizeof(given), "the layout of RowArguments"
-    part = (-(-logits.shape[1] // max(blocks, 1)) + 63) // 64 * 64
-    shared = part * logits.itemsize if blocks else 0
-    what = Launch(program, memory_of(list(tensors.values())), bytes(given), {}, threads, shared, options)
-    rows = len(logits)
-    for row in range(rows):
-        if blocks:
-            run(cluster_of(what, blocks, row * blocks, rows * blocks))
-        else:
-            run([Block(what, {"ctaid.x": row, "nctaid.x": rows})])
-
-
-KINDS = {"sm_80 stream": ("sm_80", "stream", 0), "sm_90 stream": ("sm_90", "stream", 0),
-         "sm_90 one": ("sm_90", "cluster", 1), "sm_90 cluster": ("sm_90", "cluster", 4)}  # fmt: skip
+    what = Launch(program, memory_of(list(tensors.values())), bytes(given), {}, threads, 0, options)
+    for row in range(len(logits)):
+        run(Block(what, {"ctaid.x": row, "nctaid.x": len(logits)}))
 
 
 @pytest.mark.parametrize("way", [Options(), Options(together=False, backwards=True)], ids=["in step", "backwards"])
@@ -98,14 +88,13 @@ KINDS = {"sm_80 stream": ("sm_80", "stream", 0), "sm_90 stream": ("sm_90", "stre
 @pytest.mark.parametrize(
     ("dtype", "out_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)], ids=str
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows(kind, dtype, out_dtype, vocab_size, way):
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_rows(architecture, dtype, out_dtype, vocab_size, way):
     """Statistics, gradient, and both with an objective, with bias, scale, softcap and temperatures."""
     pytest.importorskip("triton")
     from grpo_fused.kernels.row_types import Transform
     from kernel_cases import GRADIENT, Exact, frobenius_error
 
-    architecture, name, blocks = KINDS[kind]
     g = torch.Generator().manual_seed(vocab_size)
     width = -(-vocab_size // 32) * 32
     logits = (3 * torch.randn(2, width, generator=g)).to(dtype)[:, :vocab_size]
@@ -120,8 +109,7 @@ def test_rows(kind, dtype, out_dtype, vocab_size, way):
 
     def go(mode: str, kind: torch.dtype, **more: torch.Tensor) -> None:
         launch(
-            program(architecture, name, mode, dtype, kind),
-            blocks,
+            program(architecture, mode, dtype, kind),
             64,
             {**given, **stats, "out": out, **more},
             way,

@@ -205,59 +205,6 @@ MEET = """
 """
 
 
-CLUSTER = """
-    mov.u32 %r1, %cluster_ctarank;
-    xor.b32 %r2, %r1, 1;
-    shl.b32 %r3, %r0, 4;
-    mapa.shared::cluster.u32 %r4, %r3, %r2;
-    mad.lo.u32 %r5, %r1, 100, %r0;
-    setp.lt.u32 %p1, %r0, 20;
-    setp.lt.u32 %p2, %r0, 32;
-    {start}
-    st.shared::cluster.v4.f32 [%r4], {{%r5, %r5, %r5, %r0}};
-    @%p1 st.shared::cluster.v4.f32 [%r4+1024], {{%r5, %r5, %r0, %r5}};
-    {arrive}
-    {wait}
-    ld.shared.b32 %r6, [%r3+8];
-    ld.shared.b32 %r7, [%r3+1036];
-    mad.lo.u32 %r8, %r1, 64, %r0;
-    mad.wide.u32 %rd3, %r8, 4, %rd0;
-    mad.wide.u32 %rd4, %r8, 4, %rd1;
-    st.global.b32 [%rd3], %r6;
-    st.global.b32 [%rd4], %r7;
-"""
-ARRIVE, WAIT = "barrier.cluster.arrive.release.aligned;", "barrier.cluster.wait.acquire.aligned;"
-APART = f"@%p2 bra $first;\n{ARRIVE}\nbra $both;\n$first:\n{ARRIVE}\n$both:"
-
-
-@pytest.mark.parametrize("arrive", [ARRIVE, APART], ids=["together", "apart"])
-@pytest.mark.parametrize(
-    "options",
-    [Options(), Options(together=False), Options(together=False, backwards=True)],
-    ids=["in step", "apart", "backwards"],
-)
-def test_clusters(options, arrive):
-    """Two blocks write into each other's shared memory, and wait for each other; their warps arrive together or not."""
-
-    def exchange(start=ARRIVE + WAIT, arrive=arrive, wait=WAIT):
-        found = np.zeros((2, 2, 64), U32)
-        body = CLUSTER.format(start=start, arrive=arrive, wait=wait)
-        run_ptx(body, *found, threads=64, shared=2048, options=options, ranks=2)
-        return found
-
-    every, some = exchange()
-    lane = np.arange(64)
-    want = np.stack([100 + lane, lane])
-    assert (every == want).all()
-    assert (some[:, :20] == want[:, :20]).all()
-    assert np.isnan(some[:, 20:].view(F32)).all(), "nobody wrote there"
-    assert not (exchange(arrive="", wait="")[0] == want).all(), "a block reads before the other one has written"
-    with pytest.raises(PtxError, match="before it has arrived"):
-        exchange(start=WAIT)
-    with pytest.raises(PtxError, match="all warps wait"):
-        exchange(arrive=f"@!%p2 ret;\n{ARRIVE}")
-
-
 def test_lanes_wait_for_those_of_their_warp():
     """Half of a warp is at its barrier first, and reads what the other half has yet to write."""
     got = outcome(MEET.format(members=-1, back="bra $meet"))
