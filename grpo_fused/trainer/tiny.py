@@ -78,5 +78,5 @@ def _seeded(kind: Any, tokenizer: PreTrainedTokenizerFast, seed: int, **options:
         **options,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed those of GPUs, too
         return kind(config).eval()

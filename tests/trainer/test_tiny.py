@@ -56,6 +56,13 @@ def test_weights_depend_on_the_seed_and_leave_the_global_generator() -> None:
     assert not first.training
 
 
+def test_the_generators_of_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    tiny_model(tiny_tokenizer(), seed=3)
+    assert not seeded
+
+
 def test_samples_differ_and_the_loss_accepts_the_head() -> None:
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer)
