@@ -161,7 +161,8 @@ class Reference:
             forms = [{name: head[name] for name in ("logit_scale", "softcap")} for head in (ours, theirs)]
             if forms[0] != forms[1]:
                 raise ValueError(f"kl_estimator='exact' needs heads with the same scale and softcap; got {forms}")
-        self.policy.model = policy.accelerator.prepare_model(frozen, evaluation_mode=True)
+        # under FSDP accelerate moves no model by itself
+        self.policy.model = policy.accelerator.prepare_model(frozen, device_placement=True, evaluation_mode=True)
 
     def score(self, rollout: Rollout, rows: Tensor) -> Tensor:
         """See `Policy.score`."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.small_model import build_small_model
 from trainer.small_trainer import by_position, make_trainer
@@ -18,7 +19,8 @@ from grpo_fused import GRPOLossConfig
 from grpo_fused.rewards import exact_answer_reward, format_reward
 from grpo_fused.rewards.calling import RewardError
 from grpo_fused.rollouts.engine import pad_prompts
-from grpo_fused.trainer import HuggingFaceEngine, Rollout
+from grpo_fused.trainer import GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout
+from grpo_fused.trainer.policy import Reference
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
 
 
@@ -169,6 +171,16 @@ def test_a_teacher_is_frozen_and_has_no_dropout(
     assert not any(module.training for module in teacher.modules())
     assert not any(p.requires_grad for p in teacher.parameters())
     assert any(p.requires_grad for p in model.parameters())
+
+
+def test_a_teacher_goes_to_the_device_also_where_accelerate_moves_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under FSDP; only a GPU would show it."""
+    teacher, moved = build_small_model(32, seed=1), list[torch.device]()
+    monkeypatch.setattr(teacher, "to", lambda device: moved.append(device) or teacher)
+    accelerator = Accelerator(cpu=True, device_placement=False)
+    policy = Policy(build_small_model(32), accelerator, GRPOTrainerConfig(loss=GRPOLossConfig(beta=0.1)))
+    Reference(policy, teacher)
+    assert moved == [accelerator.device]
 
 
 def test_the_loop_learns(
