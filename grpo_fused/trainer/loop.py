@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_fused import engines, group_advantages, share_failures
+from grpo_fused import group_advantages, share_failures
 from grpo_fused.rewards import RewardFunction
 from grpo_fused.rewards.calling import RewardError
 from grpo_fused.rollouts.engine import RolloutEngine
@@ -137,7 +137,7 @@ class GRPOTrainer:
         check_same_rows(self.batches, self.eval_rows)
 
         # an engine that cannot run raises before the first rollout
-        self.loss_engine = engines.choose(config.impl, device, model.dtype, model.config.get_text_config().hidden_size)
+        self.loss_engine = setup.engine_of_loss(config, model, device)
         self.model = setup.ready(model, config, device)
         if self.output_dir is not None:
             setup.check_saved(model)

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_fused import head_hidden_states
+from grpo_fused import engines, head_hidden_states
 from grpo_fused.heads.check import ordinary_tokens, undisturbed
 from grpo_fused.rollouts.engine import RolloutEngine, Sampling, check_room
 from grpo_fused.rollouts.vllm import VLLMEngine
@@ -42,6 +42,17 @@ def check_used(config: GRPOTrainerConfig, engine: RolloutEngine | None, *, has_r
         raise ValueError(f"eval_samples must come with an eval_dataset; got {config.eval_samples} without")
     if config.eval_steps and not (has_rows or evaluates):
         raise ValueError(f"eval_steps must come with an eval_dataset or evaluate; got {config.eval_steps} without")
+
+
+def engine_of_loss(config: GRPOTrainerConfig, model: PreTrainedModel, device: torch.device) -> str:
+    """The engine that the loss will run on, by the dtype of its products.
+
+    Raises:
+        RuntimeError: The named engine cannot run on the device.
+    """
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.mixed_precision, model.dtype)
+    impl = "chunked" if config.impl == "auto" and config.loss.kl_estimator == "exact" else config.impl
+    return engines.choose(impl, device, dtype, model.config.get_text_config().hidden_size)
 
 
 def ready(model: PreTrainedModel, config: GRPOTrainerConfig, device: torch.device) -> PreTrainedModel:

@@ -19,7 +19,7 @@ from grpo_fused import GRPOLossConfig
 from grpo_fused.rewards import exact_answer_reward, format_reward
 from grpo_fused.rewards.calling import RewardError
 from grpo_fused.rollouts.engine import pad_prompts
-from grpo_fused.trainer import GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout
+from grpo_fused.trainer import GRPOTrainerConfig, HuggingFaceEngine, Policy, Rollout, setup
 from grpo_fused.trainer.policy import Reference
 from grpo_fused.trainer.tiny import tiny_model, tiny_tokenizer
 
@@ -181,6 +181,21 @@ def test_a_teacher_goes_to_the_device_also_where_accelerate_moves_no_model(monke
     policy = Policy(build_small_model(32), accelerator, GRPOTrainerConfig(loss=GRPOLossConfig(beta=0.1)))
     Reference(policy, teacher)
     assert moved == [accelerator.device]
+
+
+@pytest.mark.parametrize(
+    ("precision", "estimator", "engine"),
+    [("no", "k3", "chunked"), ("bf16", "k3", "triton"), ("bf16", "exact", "chunked")],
+)
+def test_the_facts_name_the_engine_of_autocasts_dtype(precision: Any, estimator: Any, engine: str) -> None:
+    """On an H200, of a policy in fp32."""
+    pytest.importorskip("triton")
+    from cuda_double import CUDA, cuda_double
+
+    loss = GRPOLossConfig(beta=0.1, kl_estimator=estimator)
+    config, model = GRPOTrainerConfig(mixed_precision=precision, loss=loss), build_small_model(32)
+    with cuda_double((9, 0)):
+        assert setup.engine_of_loss(config, model, CUDA) == engine
 
 
 def test_the_loop_learns(
