@@ -112,7 +112,8 @@ def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: 
     Raises:
         ValueError: Shapes or dtypes are not those of `Generation`, or a completion has no token.
     """
-    generation = engine.generate(prompts, sampling)
+    found = engine.generate(prompts, sampling)
+    generation = Generation._make(None if tensor is None else tensor.to(found[0].device) for tensor in found)
     rows = len(prompts) * sampling.num_generations
     ids, mask, logps, candidates, _ = generation
     if candidates is None and sampling.truncates:

@@ -636,6 +636,23 @@ def test_micro_batches_of_similar_length_have_little_padding() -> None:
     assert length_mask(torch.tensor([0, 2]), 2).tolist() == [[False, False], [True, True]]
 
 
+def test_records_of_an_engine_go_to_the_device_of_its_ids() -> None:
+    from cuda_double import CUDA, cuda_double
+
+    class Mixed:
+        def generate(self, prompts: Any, sampling: Sampling) -> Generation:
+            sets = ScoredSets(CandidateSets(torch.tensor([1, 2]), torch.tensor([0, 1, 2])), torch.zeros(2))
+            ids = torch.tensor([[1, 2]]).to(CUDA)
+            return Generation(ids, ids > 0, torch.zeros(1, 2), None, sets)
+
+        def sync_weights(self, model: Any) -> None: ...
+
+    with cuda_double():
+        sampling = Sampling(num_generations=1, max_completion_length=2, records="top_k", num_alternatives=1)
+        rollout = roll_out(Mixed(), [[1]], sampling)
+        assert {tensor.device.type for tensor in rollout.tensors().values()} == {"cuda"}
+
+
 def test_an_engine_has_two_methods(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     class Half:
         def generate(self, *_: Any) -> None: ...
