@@ -5,11 +5,11 @@
     python -m benchmarks.gpu third --out runs/third.json     # all shapes and patterns, and memory; row kernels
 
 It needs torch, triton and numpy; setuptools for the extension, pytest and pytest-xdist for the tests; for those of
-training what `.[train,peers]` installs. The tests of the engines took 140 s
-beside an H100 by 6 processes on 16 cores, mostly of triton's compiler; the check of every option takes minutes for the
-same reason. `--wheels FOLDER` first installs what lies there, and asks no index. Each step is a process with a limit,
-writes its results as it goes, and does not start if less time is left than it needs at least; a step that fails does
-not stop the next. `--rehearse` runs the same steps on small problems with the CPU double of CUDA (tests/rehearsal.py).
+training what `.[train,peers]` installs. The tests of the engines took 140 s beside an H100 by 6 processes on 16 cores,
+mostly of triton's compiler; the check of every option takes minutes for the same reason. `--wheels FOLDER` first
+installs what lies there, and asks no index. Each step is a process with a limit, writes its results as it goes, and
+does not start if less time is left than it needs at least; a step that fails does not stop the next. `--rehearse` runs
+the same steps on small problems with the CPU double of CUDA (tests/rehearsal.py).
 """
 
 from __future__ import annotations
