@@ -41,6 +41,7 @@ from grpo_fused.engines import triton as triton_engine
 from grpo_fused.testing import Problem
 
 ON_TOP = "loss formula in plain torch on top"
+CONFIG = GRPOLossConfig(epsilon=EPSILON)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def fused_loss(p: Problem, impl: str, **options: Any) -> GRPOLossOutput:
     """Our loss of a problem, with the options of the timed one."""
     return fused_linear_grpo_loss(
         p.hidden_states, p.lm_head_weight, p.completion_ids, p.advantages, p.completion_mask,
-        old_per_token_logps=old_of(p), temperature=TEMPERATURE, config=GRPOLossConfig(epsilon=EPSILON), impl=impl,
+        old_per_token_logps=old_of(p), temperature=TEMPERATURE, config=CONFIG, impl=impl,
         **options,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,11 @@ def architecture(device: torch.device) -> str:
         return "interpreter"
     if torch.version.hip is not None:
         return "gfx942"
-    major, minor = torch.cuda.get_device_capability(device)
+    return _nearest(*torch.cuda.get_device_capability(device))
+
+
+@functools.cache
+def _nearest(major: int, minor: int) -> str:
     if major == 12:  # consumer Blackwell: Ada's shared memory, not that of sm_100
         return "sm_89"
     known = sorted((key for key in ROW_CONFIGS if key.startswith("sm_")), key=lambda key: int(key[3:]))

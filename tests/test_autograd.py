@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch._dynamo.testing
 from helpers import Case, frobenius_error, make_case, make_config
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from grpo_fused import (
@@ -416,10 +418,10 @@ def _operator_calls():
     yield operators.selective_logprobs_gradient, LogitsGradientCall(logits, old, None)
 
 
-@pytest.mark.parametrize("operator", list(_operator_calls()), ids=lambda pair: pair[0]._name.split("::")[-1])
+@pytest.mark.parametrize("operator", list(_operator_calls()), ids=lambda pair: pair[0].body.__name__)
 def test_opcheck(operator):
     op, call = operator
-    torch.library.opcheck(op, tuple(flat(call)))
+    torch.library.opcheck(op.traced, tuple(flat(call)))
 
 
 def test_a_call_survives_flat_and_detach():
@@ -459,6 +461,52 @@ def test_several_upstream_gradients_at_once(impl):
     single = torch.autograd.grad(call.loss, (hidden, weight))
     for several, one in zip(batched, single, strict=True):
         torch.testing.assert_close(several, torch.stack([one * u for u in upstream]))
+
+
+@pytest.mark.parametrize("impl", ["chunked", "native"])
+def test_several_upstream_gradients_of_logprobs_at_once(impl):
+    case = make_case(0).to(torch.float32)
+    leaves = case.hidden_states.requires_grad_(), case.lm_head_weight.requires_grad_()
+    logps = fused_linear_logprobs(*leaves, case.completion_ids, case.completion_mask, impl=impl).logps
+    upstream = torch.randn(3, *logps.shape)
+    batched = torch.autograd.grad(logps, leaves, upstream, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(logps, leaves, one, retain_graph=True) for one in upstream]
+    for several, ones in zip(batched, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(several, torch.stack(ones))
+
+
+class Subclass(torch.Tensor):
+    """Any."""
+
+
+class Mode(TorchDispatchMode):
+    """Any mode that sees operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("where", "made", "count"),
+    [
+        (nullcontext, torch.clone, 0),
+        (nullcontext, torch.nn.Parameter, 0),
+        (nullcontext, lambda weight: weight.as_subclass(Subclass), 1),
+        (Mode, torch.clone, 1),
+        (lambda: torch.device("meta"), torch.clone, 1),
+    ],
+    ids=["eager", "a parameter", "a subclass", "a mode of dispatch", "a default device"],
+)
+def test_an_operator_is_called_where_it_is_seen(where, made, count, monkeypatch):
+    """Elsewhere its body is, which is quicker; the result is the same."""
+    case, seen, traced = make_case(3, dtype=torch.float32), [], operators.linear_logprobs.traced
+    given = case.hidden_states, made(case.lm_head_weight), case.completion_ids, case.completion_mask
+    want = fused_linear_logprobs(*given).logps
+    monkeypatch.setattr(operators.linear_logprobs, "traced", lambda *values: (seen.append(values), traced(*values))[1])
+    with where():
+        got = fused_linear_logprobs(*given).logps
+    assert len(seen) == count
+    assert torch.equal(got, want)
 
 
 def test_operators_are_left_out_of_cuda_graphs():

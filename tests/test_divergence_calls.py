@@ -11,7 +11,7 @@ from recording import AllocationRecorder, CostRecorder
 
 from grpo_fused import fused_linear_divergence
 from grpo_fused.api.operators import linear_divergence
-from grpo_fused.call.calls import DivergenceCall, LMHead, Needs, Run, flat
+from grpo_fused.call.calls import DivergenceCall, LMHead, Needs, Run
 
 
 @kinds
@@ -124,13 +124,12 @@ def test_autocast():
 
 
 def call_of(pair, needs, scratch, other_ids=None, other_logprobs=None):
-    """The values of a call as its operator takes them."""
     dtype = pair.hidden.dtype
     head, kind, other = LMHead(pair.weight, compute_dtype=dtype), "forward_kl", (None, None)
     if other_ids is None:
         kind, other = "jsd", (pair.other, LMHead(pair.other_weight, compute_dtype=dtype))
     given = pair.mask, pair.weights, kind, 0.5, *other, other_ids, other_logprobs
-    return flat(DivergenceCall(pair.hidden, head, *given, needs, Run("chunked", scratch)))
+    return DivergenceCall(pair.hidden, head, *given, needs, Run("chunked", scratch))
 
 
 @pytest.mark.parametrize(("needs", "products"), [((True, True), 4), ((True, False), 3), ((False, True), 3),
@@ -139,11 +138,11 @@ def test_products(needs, products):
     pair = Pair(22, (64,), H=16, other_H=16, V=1000).to(torch.float32)
     pair.mask[:] = True
     with torch.no_grad(), CostRecorder() as recorded:
-        linear_divergence._init_fn(*call_of(pair, Needs(*needs, False), 2_000_000))
+        linear_divergence.body(call_of(pair, Needs(*needs, False), 2_000_000))
     assert recorded.products(64, 16, 1000) == products
     best = torch.zeros(64, 3, dtype=torch.int64), torch.full((64, 3), -2.0)
     with torch.no_grad(), CostRecorder() as recorded:
-        linear_divergence._init_fn(*call_of(pair, Needs(*needs, False), 2_000_000, *best))
+        linear_divergence.body(call_of(pair, Needs(*needs, False), 2_000_000, *best))
     assert recorded.products(64, 16, 1000) == products - 1
 
 
@@ -153,7 +152,7 @@ def test_scratch_stays_within_the_budget(dtype):
     budget = 2 * 2**20
     pair = Pair(23, (256,), H=8, other_H=8, V=8192).to(dtype)
     with torch.no_grad(), AllocationRecorder() as recorded:
-        out = linear_divergence._init_fn(*call_of(pair, Needs(True, True, False), budget))
+        out = linear_divergence.body(call_of(pair, Needs(True, True, False), budget))
     assert out.dweight.norm() > 0
     gradients = out.dhidden.nbytes + pair.weight.numel() * 4  # dW is accumulated in fp32
     tokens = 256 * 8 * 64

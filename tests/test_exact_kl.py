@@ -12,7 +12,7 @@ from recording import CostRecorder
 
 from grpo_fused import CandidateSets, fused_linear_grpo_loss, grpo_loss
 from grpo_fused.api.operators import linear_grpo_loss
-from grpo_fused.call.calls import LMHead, LossCall, LossInputs, Needs, Run, TokenSets, flat
+from grpo_fused.call.calls import LMHead, LossCall, LossInputs, Needs, Run, TokenSets
 from grpo_fused.testing import ROUNDINGS, rounding_errors
 
 BETA = 0.3
@@ -255,7 +255,7 @@ def test_products(need, products, options, extra):
         Needs(*need, False), Run("chunked"), hidden + 0.1, LMHead(weight),
     )  # fmt: skip
     with torch.no_grad(), CostRecorder() as recorded:
-        linear_grpo_loss._init_fn(*flat(call))
+        linear_grpo_loss.body(call)
     assert recorded.products(B * T, H, V) == products + (extra if any(need) else 0)
 
 

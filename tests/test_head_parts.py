@@ -23,7 +23,7 @@ from grpo_fused import (
 )
 from grpo_fused.api import operators
 from grpo_fused.api.composed import composed
-from grpo_fused.call.calls import LMHead, Needs
+from grpo_fused.call.calls import LMHead, Needs, flat
 from grpo_fused.call.head_parts import dense_weight
 from grpo_fused.call.validation import check_adapters
 from grpo_fused.engines import candidates, cpu_library, native, products
@@ -492,17 +492,11 @@ def test_operators_and_compilation(impl):
     got = gradients(torch.compile(function, backend="aot_eager")(states), case.leaves)
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
-    call = {}
-
-    def seen(*values):
-        call["values"] = values
-        return real(*values)
-
-    real = operators.linear_grpo_loss
+    seen, real = [], operators.linear_grpo_loss
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operators, "linear_grpo_loss", seen)
+        patch.setattr(operators, "linear_grpo_loss", lambda call: (seen.append(call), real(call))[1])
         fused_linear_grpo_loss(states, case.weight, ids, torch.ones(B), lm_head_adapter=case.adapters, impl=impl)
-    torch.library.opcheck(real, tuple(x.detach() if isinstance(x, Tensor) else x for x in call["values"]))
+    torch.library.opcheck(real.traced, tuple(x.detach() if isinstance(x, Tensor) else x for x in flat(*seen)))
 
 
 def test_rows_without_logits_are_left_out():

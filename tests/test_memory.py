@@ -9,21 +9,18 @@ from recording import AllocationRecorder
 
 from grpo_fused import engines, fused_linear_grpo_loss
 from grpo_fused.api.operators import linear_grpo_loss
-from grpo_fused.call.calls import LMHead, LossCall, LossInputs, Needs, Run, TokenSets, flat
+from grpo_fused.call.calls import LMHead, LossCall, LossInputs, Needs, Run, TokenSets
 from grpo_fused.engines import libraries, native, scratch
 from grpo_fused.engines.base import Tokens
 from grpo_fused.tools.predictions import Shape
 
 
 def call_of(case, config, scratch):
-    """The values of a call, as its operator takes them."""
     head = LMHead(case.lm_head_weight, softcap=20.0, compute_dtype=case.hidden_states.dtype)
     inputs = LossInputs(case.advantages, case.completion_mask, case.options["old_per_token_logps"])
-    return flat(
-        LossCall(
-            case.hidden_states, head, case.completion_ids, inputs, None, TokenSets(), config.encoded, True,
-            Needs(True, True, False), Run("chunked", scratch),
-        )
+    return LossCall(
+        case.hidden_states, head, case.completion_ids, inputs, None, TokenSets(), config.encoded, True,
+        Needs(True, True, False), Run("chunked", scratch),
     )  # fmt: skip
 
 
@@ -41,10 +38,10 @@ def test_scratch_stays_within_the_budget(config, dtype):
     """N = 256, V = 8192: fp32 logits of the batch would be 8 MiB; 1.5 MiB of scratch suffice."""
     budget = 3 * 2**19
     case = make_case(0, B=16, T=16, H=8, V=8192, dtype=dtype, masked=0.0, extras=False)
-    values = call_of(case, config, budget)
+    call = call_of(case, config, budget)
     with torch.no_grad(), AllocationRecorder() as recorded:
         # the operator's own body: a dispatch mode does not see inside an operator
-        out = linear_grpo_loss._init_fn(*values)
+        out = linear_grpo_loss.body(call)
     assert out[0].isfinite()
     assert out[5].norm() > 0
     gradients = out[4].nbytes + case.lm_head_weight.numel() * 4  # dW is accumulated in fp32
@@ -57,9 +54,9 @@ def test_scratch_stays_within_the_budget(config, dtype):
 def test_default_scratch_is_what_a_call_takes(monkeypatch):
     monkeypatch.setitem(scratch.DEFAULT_SCRATCH_BYTES, "cpu", 32 * 2**20)
     case = make_case(1, B=1, T=150, H=4, V=151936, dtype=torch.bfloat16, masked=0.0, extras=False)
-    values = call_of(case, make_config("dapo"), None)
+    call = call_of(case, make_config("dapo"), None)
     with torch.no_grad(), AllocationRecorder() as recorded:
-        linear_grpo_loss._init_fn(*values)
+        linear_grpo_loss.body(call)
     assert 16 * 2**20 <= recorded.peak <= 40 * 2**20
     assert recorded.peak < 150 * 151936 * 4 / 2
 

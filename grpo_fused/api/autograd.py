@@ -63,9 +63,9 @@ class LinearLoss(torch.autograd.Function):
         if isinstance(call, calls.CustomCall):
             result = operators.linear_objective(call)
         elif isinstance(call, calls.DivergenceCall):
-            result = operators.LossResult(*operators.linear_divergence(*calls.flat(call)))
+            result = operators.linear_divergence(call)
         else:
-            result = operators.LossResult(*operators.linear_grpo_loss(*calls.flat(call)))
+            result = operators.linear_grpo_loss(call)
         ctx.later, ctx.engine = not call.run.any_whole, call.run.engine
         ctx.leaf = weight if call.run.adds_to_grad and weight.is_leaf else None
         tensors: list[Tensor] = []
@@ -94,7 +94,7 @@ class LinearLoss(torch.autograd.Function):
             call = call._replace(dproducts=call.dproducts * dloss, needs=call.needs._replace(need_hidden=False))
             add_to = None if weight_dtype is None else _grad_to_add_to(ctx, dloss)
             if add_to is None:
-                _, dweight, dbias = operators.candidate_weight_gradient(*calls.flat(call))
+                _, dweight, dbias = operators.candidate_weight_gradient(call)
             else:
                 dbias, weight_dtype = operators.candidate_gradient(call, add_to).dbias, None
         else:
@@ -118,7 +118,7 @@ class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, call: calls.LogprobsCall) -> Any:
         call = calls.with_tensors(call, hidden_states, weight, bias)
-        scores = calls.Scores(*operators.linear_logprobs(*calls.flat(call)))
+        scores = operators.linear_logprobs(call)
         ctx.call, tensors = calls.detach(call)
         ctx.leaf = weight if call.run.adds_to_grad and not call.run.any_whole and weight.is_leaf else None
         ctx.save_for_backward(*scores, *tensors)
@@ -153,7 +153,7 @@ class LinearLogprobs(torch.autograd.Function):
         gradient_call = calls.LogprobsGradientCall(call, scores, dlogps, dentropies, dalternatives, needs)
         add_to = _grad_to_add_to(ctx, dlogps, dentropies, dalternatives) if needs.need_weight else None
         if add_to is None:
-            gradients = operators.HeadGradients(*operators.linear_logprobs_gradient(*calls.flat(gradient_call)))
+            gradients = operators.linear_logprobs_gradient(gradient_call)
         else:
             gradients, needs = operators.logprobs_gradient(gradient_call, add_to), needs._replace(need_weight=False)
         if of_logps is not None:
@@ -171,7 +171,7 @@ class GRPOObjective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, per_token_logps: Tensor, entropies: Tensor | None, call: calls.ObjectiveCall) -> Any:
         call = call._replace(per_token_logps=per_token_logps, entropies=entropies)
-        result = operators.ObjectiveResult(*operators.grpo_objective(*calls.flat(call)))
+        result = operators.grpo_objective(call)
         link = result.loss.new_empty(0)
         ctx.save_for_backward(link, result.dlogps, result.dentropies)
         ctx.has_bonus = result.dentropies.shape == result.logps.shape and entropies is not None
@@ -197,7 +197,7 @@ class SelectiveLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: calls.LogitsCall) -> Any:
         call = call._replace(logits=logits)
-        made = operators.selective_logprobs(*calls.flat(call))
+        made = operators.selective_logprobs(call)
         logps, entropies = (x.clone() for x in made)  # to be changed in place
         ctx.call, tensors = calls.detach(call)
         ctx.save_for_backward(*tensors)
@@ -214,7 +214,7 @@ class SelectiveLogprobs(torch.autograd.Function):
         if dlogps is None and dentropies is None:
             return None, None
         gradient_call = calls.LogitsGradientCall(call, dlogps, dentropies)
-        return operators.selective_logprobs_gradient(*calls.flat(gradient_call)), None
+        return operators.selective_logprobs_gradient(gradient_call), None
 
 
 def times(gradient: Tensor, factor: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, engine: str) ->
     A vocab-sized gradient is scaled in place if the graph is freed after this backward: a copy would double its memory.
     On a GPU by a kernel of Triton, if the engine has others.
     """
-    if torch.compiler.is_compiling() or _is_batched(factor):
+    if torch.compiler.is_compiling() or operators.is_batched(factor):
         return times(gradient, factor).to(dtype)
     if gradient.is_cuda and gradient.dtype != dtype:  # one pass over memory; a CPU makes a copy for its `out`
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
@@ -254,7 +254,7 @@ def _grad_to_add_to(ctx: Any, *upstream: Tensor | None) -> Tensor | None:
     weight: Any = ctx.leaf
     if weight is None or ctx.creates_graph or not _reaches(ctx.next_functions[1][0]):
         return None
-    if any(x is not None and _is_batched(x) for x in upstream):
+    if any(x is not None and operators.is_batched(x) for x in upstream):
         return None
     main = getattr(weight, "main_grad", None)
     grad: Tensor | None = weight.grad if main is None else main
@@ -284,12 +284,6 @@ def _reaches(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # `torch.autograd.grad` returns it instead
         return False
-
-
-def _is_batched(x: Tensor) -> bool:
-    """Whether `x` is a batch of tensors, under `vmap` or `torch.autograd.grad(is_grads_batched=True)`."""
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
 
 
 def _can_be_read(x: Tensor) -> bool:

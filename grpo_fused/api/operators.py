@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from grpo_fused import engines
 from grpo_fused.api import logits, pipeline
@@ -38,28 +39,57 @@ from grpo_fused.ranks.handshake import failing_together, join
 from grpo_fused.ranks.parallel import ParallelGroups, TokenParallel
 
 
-def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make a `torch.library` operator from a function whose arguments are `*flat(call)`.
+class Operator:
+    """A function of one call, which a program that is traced or transformed sees as a `torch.library` operator.
 
-    The schema comes from the fields of the call and of the result. The operator's `fake` registers a function of the
-    call: its results for tensors without data. `torch.compile` leaves it out of CUDA graphs, since it may wait for the
-    device.
+    The schema comes from the fields of the call and of the result. `torch.compile` leaves it out of CUDA graphs, since
+    it may wait for the device.
     """
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint)
-        for name, hint in calls.fields_of(kind).items()
-    ]
-    returns = tuple[(Tensor,) * len(result._fields)] if hasattr(result, "_fields") else result  # type: ignore[misc]
 
-    def make(body: Callable[..., Any]) -> Any:
-        body.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
-        operator: Any = torch.library.custom_op(
-            f"grpo_fused::{body.__name__}", body, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+    def __init__(self, body: Callable[[Any], Any], kind: Any, result: Any) -> None:
+        self.body, self.kind, self.result = body, kind, result
+
+        def operator(*values: Any) -> Any:
+            return body(calls.build(kind, iter(values)))
+
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hint)
+            for name, hint in calls.fields_of(kind).items()
+        ]
+        returns = tuple[(Tensor,) * len(result._fields)] if hasattr(result, "_fields") else result  # type: ignore[misc]
+        operator.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+        self.traced: Any = torch.library.custom_op(
+            f"grpo_fused::{body.__name__}", operator, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
         )
-        operator.fake = lambda fake: operator.register_fake(lambda *values: fake(calls.build(kind, iter(values))))
-        return operator
+        """takes `*flat(call)`"""
 
-    return make
+    def __call__(self, call: Any) -> Any:
+        """The result; directly where nothing is traced, since the way through an operator takes the host longer."""
+        if not (torch.compiler.is_compiling() or _is_seen(call)):
+            return self.body(call)
+        values = self.traced(*calls.flat(call))
+        return self.result(*values) if hasattr(self.result, "_fields") else values
+
+    def fake(self, fake: Callable[[Any], Any]) -> None:
+        """Register a function of the call: its results for tensors without data."""
+        self.traced.register_fake(lambda *values: fake(calls.build(self.kind, iter(values))))
+
+
+def _is_seen(call: tuple[Any, ...]) -> bool:
+    """Whether a mode of torch, a subclass of tensors or a transform such as `vmap` sees operators of the call."""
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0:
+        return True
+    return any(type(x) not in (Tensor, Parameter) or is_batched(x) for x in calls.tensors_in(call))
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether `x` is a batch of tensors, under `vmap` or `torch.autograd.grad(is_grads_batched=True)`."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
+
+
+def _operator(kind: Any, result: Any) -> Callable[[Callable[[Any], Any]], Operator]:
+    return lambda body: Operator(body, kind, result)
 
 
 @contextmanager
@@ -105,14 +135,13 @@ class LossResult(NamedTuple):
 
 
 @_operator(calls.LossCall, LossResult)
-def linear_grpo_loss(*values: Any) -> LossResult:
+def linear_grpo_loss(call: calls.LossCall) -> LossResult:
     """The loss from hidden states and head, and its gradients."""
-    call: calls.LossCall = calls.build(calls.LossCall, iter(values))
     with _shared(call) as (tokens, ranks):
         return _loss_result(call, pipeline.run_loss(_engine(call, tokens), tokens, call, ranks))
 
 
-@linear_grpo_loss.fake  # type: ignore[untyped-decorator]
+@linear_grpo_loss.fake
 def _(call: calls.LossCall) -> LossResult:
     logps = call.hidden_states.new_empty(call.completion_ids.shape, dtype=call.lm_head.statistics_dtype)
     config, ids = GRPOLossConfig.decode(call.config), call.candidates.ids
@@ -136,9 +165,8 @@ def linear_objective(call: calls.CustomCall) -> LossResult:
 
 
 @_operator(calls.LogprobsCall, calls.Scores)
-def linear_logprobs(*values: Any) -> calls.Scores:
+def linear_logprobs(call: calls.LogprobsCall) -> calls.Scores:
     """Log-probs and entropies from hidden states and head, and what the gradient needs."""
-    call: calls.LogprobsCall = calls.build(calls.LogprobsCall, iter(values))
     with _shared(call) as (tokens, _):
         alternatives = _alternatives(call, tokens)
         scores, others, dhidden = pipeline.run_logprobs(_engine(call, tokens), tokens, call, alternatives)
@@ -148,7 +176,7 @@ def linear_logprobs(*values: Any) -> calls.Scores:
     return calls.Scores(scores.logp.view(shape), entropies, scores.max, scores.log_sum, others, dhidden)
 
 
-@linear_logprobs.fake  # type: ignore[untyped-decorator]
+@linear_logprobs.fake
 def _(call: calls.LogprobsCall) -> calls.Scores:
     like = call.hidden_states.new_empty(0, dtype=call.lm_head.statistics_dtype)
     row, ids = like.new_empty(call.token_ids.numel()), call.alternatives.ids
@@ -159,9 +187,9 @@ def _(call: calls.LogprobsCall) -> calls.Scores:
 
 
 @_operator(calls.LogprobsGradientCall, HeadGradients)
-def linear_logprobs_gradient(*values: Any) -> HeadGradients:
+def linear_logprobs_gradient(call: calls.LogprobsGradientCall) -> HeadGradients:
     """Gradients of log-probs and entropies. Without the scores of the forward pass these are computed again."""
-    return logprobs_gradient(calls.build(calls.LogprobsGradientCall, iter(values)))
+    return logprobs_gradient(call)
 
 
 def logprobs_gradient(call: calls.LogprobsGradientCall, add_to: Tensor | None = None) -> HeadGradients:
@@ -182,9 +210,9 @@ linear_logprobs_gradient.fake(lambda call: _fake_gradients(call.forward, call.ne
 
 
 @_operator(calls.CandidateGradientCall, HeadGradients)
-def candidate_weight_gradient(*values: Any) -> HeadGradients:
+def candidate_weight_gradient(call: calls.CandidateGradientCall) -> HeadGradients:
     """dW and db from the derivatives of candidates; dH was made in the forward pass."""
-    return candidate_gradient(calls.build(calls.CandidateGradientCall, iter(values)))
+    return candidate_gradient(call)
 
 
 def candidate_gradient(call: calls.CandidateGradientCall, add_to: Tensor | None = None) -> HeadGradients:
@@ -199,14 +227,13 @@ candidate_weight_gradient.fake(lambda call: _fake_gradients(call.forward, call.n
 
 
 @_operator(calls.DivergenceCall, LossResult)
-def linear_divergence(*values: Any) -> LossResult:
+def linear_divergence(call: calls.DivergenceCall) -> LossResult:
     """The divergence of a policy from another head in place of log-probs, and the gradients of its weighted sum."""
-    call: calls.DivergenceCall = calls.build(calls.DivergenceCall, iter(values))
     with _shared(call) as (tokens, _):
         return _loss_result(call, pipeline.run_divergence(call, tokens))
 
 
-@linear_divergence.fake  # type: ignore[untyped-decorator]
+@linear_divergence.fake
 def _(call: calls.DivergenceCall) -> LossResult:
     row = call.mask.new_empty(call.mask.shape, dtype=call.lm_head.statistics_dtype)
     made = _fake_gradients(call, call.needs, heads=1 if call.other_lm_head is None else 2)
@@ -225,9 +252,8 @@ class ObjectiveResult(NamedTuple):
 
 
 @_operator(calls.ObjectiveCall, ObjectiveResult)
-def grpo_objective(*values: Any) -> ObjectiveResult:
+def grpo_objective(call: calls.ObjectiveCall) -> ObjectiveResult:
     """The loss from log-probs, and its derivatives."""
-    call: calls.ObjectiveCall = calls.build(calls.ObjectiveCall, iter(values))
     layout, config = Layout.of(call.per_token_logps, call.cu_seqlens), GRPOLossConfig.decode(call.config)
     with _plain(call.per_token_logps.device):
         check_loss_values(call.inputs, layout, call.entropies)
@@ -251,7 +277,7 @@ def grpo_objective(*values: Any) -> ObjectiveResult:
     )
 
 
-@grpo_objective.fake  # type: ignore[untyped-decorator]
+@grpo_objective.fake
 def _(call: calls.ObjectiveCall) -> ObjectiveResult:
     logps = call.per_token_logps
     logp = logps.new_empty(logps.shape, dtype=torch.promote_types(logps.dtype, torch.float32))
@@ -268,9 +294,8 @@ def _(call: calls.ObjectiveCall) -> ObjectiveResult:
 
 
 @_operator(calls.LogitsCall, tuple[Tensor, Tensor])
-def selective_logprobs(*values: Any) -> tuple[Tensor, Tensor]:
+def selective_logprobs(call: calls.LogitsCall) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies from logits, in the shape of the ids."""
-    call: calls.LogitsCall = calls.build(calls.LogitsCall, iter(values))
     layout = Layout.of(call.token_ids)
     with _plain(call.logits.device):
         check_token_values(call.token_ids, call.mask, call.logits.shape[-1], call.temperatures, layout)
@@ -278,16 +303,15 @@ def selective_logprobs(*values: Any) -> tuple[Tensor, Tensor]:
         return scores.logp.view(layout.shape), _shaped(scores.entropy, layout.shape, scores.logp)
 
 
-@selective_logprobs.fake  # type: ignore[untyped-decorator]
+@selective_logprobs.fake
 def _(call: calls.LogitsCall) -> tuple[Tensor, Tensor]:
     like = call.logits.new_empty(0, dtype=torch.promote_types(call.logits.dtype, torch.float32))
     return _fake_scores(like, call.token_ids, call.with_entropy)
 
 
 @_operator(calls.LogitsGradientCall, Tensor)
-def selective_logprobs_gradient(*values: Any) -> Tensor:
+def selective_logprobs_gradient(call: calls.LogitsGradientCall) -> Tensor:
     """dlogits in the dtype of the logits."""
-    call: calls.LogitsGradientCall = calls.build(calls.LogitsGradientCall, iter(values))
     with _plain(call.forward.logits.device):
         layout = Layout.of(call.forward.token_ids)
         return logits.gradient(call.forward, layout, call.dlogps, call.dentropies).view(call.forward.logits.shape)

@@ -404,6 +404,16 @@ def flat(call: Any) -> list[Any]:
     return [value for _, value in named(call)]
 
 
+def tensors_in(call: tuple[Any, ...]) -> Iterator[Tensor]:
+    """The tensors of a call, in the order of `flat`."""
+    for value in call:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from tensors_in(value)
+
+
+@cache
 def _argument(outer: str, inner: str) -> str:
     """The public name of a field of an inner tuple, such as `lm_head_weight`, `other_softcap` and `candidate_ids`."""
     if outer.endswith("lm_head"):
@@ -445,7 +455,7 @@ _TENSOR = "a tensor"  # its place in a call without tensors
 
 def detach(call: C) -> tuple[C, list[Tensor]]:
     """The call without its tensors, and the tensors: autograd saves them separately between forward and backward."""
-    return attach(call, repeat(_TENSOR)), [x for x in flat(call) if isinstance(x, Tensor)]
+    return attach(call, repeat(_TENSOR)), list(tensors_in(call))
 
 
 def attach(bare: C, tensors: Iterable[Any]) -> C:

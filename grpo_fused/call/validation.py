@@ -373,14 +373,14 @@ def check_one_device(**values: object) -> None:
     """Those that are tensors are no `DTensor`, and on one device."""
     from torch.distributed.tensor import DTensor
 
-    for name, x in values.items():
+    tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
+    for name, x in tensors.items():
         if isinstance(x, DTensor):
             raise TypeError(
                 f"{name} must be a plain tensor, as full_tensor() and to_local() give; got {type(x).__name__}"
             )
-    devices = {name: x.device for name, x in values.items() if isinstance(x, Tensor)}
-    if len(set(devices.values())) > 1:
-        listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
+    if len({x.device for x in tensors.values()}) > 1:
+        listed = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
         raise ValueError(f"all tensors must be on one device; got {listed}")
 
 

@@ -135,7 +135,7 @@ class PredictedLogprobs(torch.autograd.Function):
             ctx.counts.recomputed += 1
             with whole(weight, bias):  # under DeepSpeed ZeRO-3, as TRL does in its own backward
                 again = calls.LogprobsGradientCall(call, None, dlogps, dentropies, None, needs)
-                dhidden, dweight, dbias = operators.linear_logprobs_gradient(*calls.flat(again))
+                dhidden, dweight, dbias = operators.linear_logprobs_gradient(again)
         else:
             ctx.counts.fused += 1
             dhidden = _spread(times(dhidden, scale), rows, hidden) if needs.need_hidden else dhidden
@@ -154,11 +154,11 @@ def _predicted(call: calls.LogprobsCall, needs: calls.Needs, packed: _Packed) ->
         some.hidden_states, call.lm_head, some.token_ids, inputs, offsets, some.candidates, config, True, needs,
         call.run,
     )  # fmt: skip
-    loss = operators.LossResult(*operators.linear_grpo_loss(*calls.flat(whole_loss)))
+    loss = operators.linear_grpo_loss(whole_loss)
 
     def objective(of: calls.LossInputs) -> operators.ObjectiveResult:
         from_logps = calls.ObjectiveCall(loss.logps, loss.entropies.nan_to_num(), of, offsets, config)
-        return operators.ObjectiveResult(*operators.grpo_objective(*calls.flat(from_logps)))
+        return operators.grpo_objective(from_logps)
 
     star, one_nat = objective(inputs), loss.logps.new_zeros(loss.logps.shape)
     if inputs.ref_per_token_logps is not None:  # with every weight of the loss
@@ -171,7 +171,7 @@ def _predicted(call: calls.LogprobsCall, needs: calls.Needs, packed: _Packed) ->
     beside = rows[~inputs.completion_mask]  # scored, and not in the loss: what a tool wrote
     if beside.shape[0]:
         others = _at(call, beside)._replace(mask=None, with_entropy=True)
-        scores = calls.Scores(*operators.linear_logprobs(*calls.flat(others)))
+        scores = operators.linear_logprobs(others)
         out.index_copy_(0, beside, scores.logps)
         entropy_out.index_copy_(0, beside, scores.entropies)
     return out, entropy_out, star.dlogps, star.dentropies, one_nat, loss.dhidden, loss.dweight, loss.dbias
