@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import traceback
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -387,27 +386,25 @@ def test_fp16_adds_to_dw_in_blocks_on_a_gpu(dtype):
     assert cost.accumulator_bytes == dweight + (32 * 2**20 if dtype == torch.float16 else 0)
 
 
-def our_frames():
-    """How many frames of the package lie between `fused_linear_grpo_loss` and the caller, both included."""
-    frames = traceback.extract_stack()[:-1]
-    first = [frame.name for frame in frames].index("fused_linear_grpo_loss")
-    ours = [Path(__file__).parents[1] / name for name in ("grpo_fused", "kernels")]
-    return sum(any(folder in Path(frame.filename).parents for folder in ours) for frame in frames[first:])
+def frames():
+    """How many frames lie between `fused_linear_grpo_loss` and the caller, both included, torch's too."""
+    names = [frame.name for frame in traceback.extract_stack()[:-1]]
+    return len(names) - names.index("fused_linear_grpo_loss")
 
 
 def test_frames_from_the_public_function_to_the_product(monkeypatch):
-    """Five of ours around the function of the CPU library, so that a call is easy to follow."""
+    """Six of ours and two of autograd around the function of the CPU library, so that a call is easy to follow."""
     reason = engines.unavailable("native", torch.device("cpu"), torch.float32)
     if reason is not None:
         pytest.skip(reason)
     real, counts = cpu_library.head_scores, []
-    monkeypatch.setattr(cpu_library, "head_scores", lambda *a: (counts.append(our_frames()), real(*a))[1])
+    monkeypatch.setattr(cpu_library, "head_scores", lambda *a: (counts.append(frames()), real(*a))[1])
     dense(B=2, T=8, V=200).run(TOKEN[0], impl="native")
-    assert counts == [5]
+    assert counts == [8]
 
 
 def test_frames_from_the_public_function_to_a_kernel(monkeypatch):
-    """At most seven of ours."""
+    """At most eight of ours, and two of autograd."""
     pytest.importorskip("triton")
     from grpo_fused.kernels import head_launch, launch
 
@@ -415,7 +412,7 @@ def test_frames_from_the_public_function_to_a_kernel(monkeypatch):
 
     class Seen(Counting):
         def __getitem__(self, grid):
-            counts.append(our_frames())
+            counts.append(frames())
             return super().__getitem__(grid)
 
     monkeypatch.setattr(head_launch, "head_fwd_kernel", Seen(head_launch.head_fwd_kernel))
@@ -426,7 +423,7 @@ def test_frames_from_the_public_function_to_a_kernel(monkeypatch):
         case.run(TOKEN[0], impl=impl)
     _sampled_columns, *of_products = counts
     assert len(of_products) == 2
-    assert max(of_products) <= 7
+    assert max(of_products) <= 10
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -106,10 +107,12 @@ def run_loss(engine: Engine, tokens: Tokens, call: calls.LossCall, ranks: TokenP
     if needs.any() and chunks is not None:
         # the only chunk's coefficients are those of the call: then the objective is evaluated once
         once = len(chunks) == 1 and ranks is None and tokens.candidates is None and divergence is None
-        objective = TokenObjective(local_batch, rows, config, scores if once else None)
+        place = partial(_place, work=work, out=scores) if once else None
+        objective = TokenObjective(local_batch, rows, config, place)
         statistics, gradients = engine.fused(replace(work, chunks=chunks, coefficients=objective, started=started))
-        _place(statistics, work, scores)
         result = objective.result
+        if result is None:
+            _place(statistics, work, scores)
     else:
         # of a quantile's tokens few have a coefficient: to compute these again is less
         made = _score_first(engine, work, scores, early=not config.needs_batch and divergence is None)
@@ -408,9 +411,10 @@ def _no_scores(tokens: Tokens, dtype: torch.dtype, with_entropy: bool) -> Statis
     return Statistics.empty(tokens.ids.shape[0], tokens.ids.device, with_entropy, dtype).zero_()
 
 
-def _place(scores: Statistics, work: Work, out: Statistics) -> None:
-    """Write the scores of the rows of `work` into those of all N positions, 0 where masked."""
+def _place(scores: Statistics, work: Work, out: Statistics) -> Statistics:
+    """Write the scores of the rows of `work` into those of all N positions, 0 where masked; returns these."""
     if not work.tokens.only_active:
         active = work.tokens.mask[work.rows]
         scores = Statistics(*(None if x is None else torch.where(active, x, 0.0) for x in scores))  # type: ignore[arg-type]
     out.place_(work.rows, scores)
+    return out

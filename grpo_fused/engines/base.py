@@ -167,8 +167,8 @@ class TokenObjective:
     rows: Tensor
     """[K] int64: those of the work"""
     config: GRPOLossConfig
-    others: Statistics | None = None
-    """[N] the scores of the other positions, if they are known: then all are evaluated as soon as a part is all rows"""
+    place: Callable[[Statistics], Statistics] | None = None
+    """from the scores of all rows to those of the N positions, where these are known then: all are evaluated at once"""
     result: Objective | None = None
     """of the N positions, once they are evaluated"""
 
@@ -180,13 +180,11 @@ class TokenObjective:
     def __call__(self, part: slice | Tensor, stats: Statistics) -> Coefficients:
         """See `CoefficientsOf`; a slice must hold whole sequences if the objective needs them."""
         logp, entropy = stats.logp, stats.entropy
-        if self.others is None or len(logp) < len(self.rows):
+        if self.place is None or len(logp) < len(self.rows):
             known = evaluate(logp, entropy, self.batch.select(part), self.config)
             return Coefficients(stats, *known.derivatives())
-        of_others = self.others.entropy
-        entropies = None if of_others is None or entropy is None else of_others.index_copy(0, self.rows, entropy)
-        logps = self.others.logp.index_copy(0, self.rows, logp)
-        self.result = evaluate(logps, entropies, self.of_call, self.config)
+        scores = self.place(stats)
+        self.result = evaluate(scores.logp, scores.entropy, self.of_call, self.config)
         dlogp, dentropy = self.result.derivatives()
         return Coefficients(stats, dlogp[self.rows], None if dentropy is None else dentropy[self.rows])
 
