@@ -303,12 +303,12 @@ def test_waits_for_the_device(impl, config, double):
 @pytest.mark.parametrize(
     ("impl", "config", "options", "most"),
     [
-        ("triton", CONFIGS[0], {}, 103),
-        ("triton", CONFIGS[0], {"with_metrics": False}, 79),
-        ("triton", CONFIGS[2], {}, 147),
-        ("chunked", CONFIGS[0], {}, 87),
-        ("chunked", CONFIGS[2], {}, 144),
-        ("triton", CONFIGS[0], {"compact": False}, 109),
+        ("triton", CONFIGS[0], {}, 101),
+        ("triton", CONFIGS[0], {"with_metrics": False}, 78),
+        ("triton", CONFIGS[2], {}, 145),
+        ("chunked", CONFIGS[0], {}, 86),
+        ("chunked", CONFIGS[2], {}, 141),
+        ("triton", CONFIGS[0], {"compact": False}, 106),
     ],
     ids=["triton", "no metrics", "sequence level", "chunked", "chunked sequence level", "for a graph"],
 )
