@@ -130,7 +130,7 @@ def _confirmed(
         return known[key]
     inputs = _token_inputs(inner, weight) if inputs is None else inputs
     problems = []
-    with undisturbed(inner):
+    with turn(head), undisturbed(inner):  # threads would restore each other's settings
         for form in forms:
             rows, logits = _run_own_head(inner, head, parts, form, inputs)
             if problem := _disagreement(rows, logits, parts, form):
@@ -194,7 +194,7 @@ def _run_own_head(
             output: Tensor = own_forward(rows[-1].view(args[0].shape))
         return output
 
-    with turn(head), Patches((head, "forward", forward), *computes_in(head, wide)):
+    with Patches((head, "forward", forward), *computes_in(head, wide)):
         # Only the head's parameters are replaced: tied embeddings must stay in the dtype that the backbone expects.
         try:
             output = torch.func.functional_call(model, widened, (), dict(inputs), tie_weights=False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ pytest.importorskip("transformers")
 from integrations.tiny import ARCHITECTURES, LinearLM, build, build_vision, fused, log_probs, token_ids
 
 from grpo_fused import capture_head_input, check_head, fused_linear_logprobs, head_hidden_states, lm_head_inputs
+from grpo_fused.heads.form import HeadForm, candidate_forms
 
 TOL = 1e-4  # the contract while |z| <= 32
 
@@ -211,28 +213,35 @@ def test_a_hook_after_the_check_is_seen() -> None:
         lm_head_inputs(model)
 
 
-def test_threads_that_share_a_model_take_turns() -> None:
-    """Each in the middle of its pass while the other begins."""
-    model, ids = build("qwen2"), token_ids()
+@pytest.mark.parametrize("call", [head_hidden_states, lambda model, ids: check_head(model, cached=False)],
+                         ids=["states", "check"])  # fmt: skip
+def test_threads_that_share_a_model_take_turns(call: Any) -> None:
+    """Two that met in the middle of a pass would take each other's states, and leave each other's settings."""
+    model, ids = build("qwen2").train(), token_ids()
     with torch.no_grad():
-        want = [head_hidden_states(model, ids + k) for k in (0, 1)]
+        want = [call(model, ids + k) for k in (0, 1)]
         logits = model(input_ids=ids).logits
     found: list[Any] = [None, None]
-    both = threading.Barrier(2, timeout=60)
+    within = threading.Barrier(2, timeout=0.5)
+
+    def meet(module: nn.Module, args: Any) -> None:
+        with suppress(threading.BrokenBarrierError):  # the other one waits for its turn
+            within.wait()
 
     def run(k: int) -> None:
-        both.wait()
         with torch.no_grad():
-            found[k] = head_hidden_states(model, ids + k)
+            found[k] = call(model, ids + k)
 
-    slow = model.get_decoder().register_forward_pre_hook(lambda module, args: time.sleep(0.1))
+    hook = model.get_decoder().register_forward_pre_hook(meet)
     threads = [threading.Thread(target=run, args=(k,)) for k in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    slow.remove()
+    hook.remove()
+    assert within.broken, "both were in the middle of a pass"
     torch.testing.assert_close(found, want)
+    assert all(module.training for module in model.modules())
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=ids).logits, logits)
 
@@ -263,6 +272,41 @@ def test_a_captured_input_is_taken_once() -> None:
         for rows in (2, 1):
             model(input_ids=token_ids()[:rows])
             assert captured.take()[0].shape[0] == rows
+
+
+def test_the_dtype_of_autocast_is_taken_with_the_input() -> None:
+    model = LinearLM()
+    for dtype in (None, torch.bfloat16):
+        with capture_head_input(model) as captured, torch.autocast("cpu", dtype, enabled=dtype is not None):
+            logits = model(token_ids() % 40).logits
+        assert captured.take()[1] == dtype
+        assert torch.equal(logits, torch.zeros(*token_ids().shape, 1))
+
+
+def test_the_cache_is_off_in_a_forward_of_any_keywords() -> None:
+    class Open(LinearLM):
+        def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+            seen.append(kwargs)
+            return super().forward(input_ids)
+
+    seen: list[Any] = []
+    head_hidden_states(Open(), token_ids() % 40)
+    head_hidden_states(Open(), token_ids() % 40, labels=None)
+    assert seen == [{"use_cache": False}, {"use_cache": False, "labels": None}]
+
+
+@pytest.mark.parametrize("value", [True, -1.0, float("inf"), float("nan"), "a formula", None], ids=str)
+def test_a_field_without_a_usable_number_is_not_read(value: Any) -> None:
+    model = LinearLM()
+    model.config = SimpleNamespace(final_logit_softcapping=value, unpadded_vocab_size=value)
+    assert candidate_forms(model, 40) == [HeadForm(1.0, None, 40)]
+
+
+def test_the_text_config_comes_before_the_outer_one() -> None:
+    model = LinearLM()
+    text = SimpleNamespace(logit_scale=2.0)
+    model.config = SimpleNamespace(logit_scale=3.0, final_logit_softcapping=5.0, get_text_config=lambda: text)
+    assert candidate_forms(model, 40)[0][:2] == (2.0, 5.0)
 
 
 @pytest.mark.parametrize("field", ["logits_scaling", "final_logit_softcapping"])
