@@ -20,6 +20,7 @@ from grpo_fused import (
     head_hidden_states,
     logprobs_of,
 )
+from grpo_fused.heads.causal_lm import _check_padding
 
 PROMPT, LENGTH, ROWS = 4, 6, 3
 
@@ -147,6 +148,7 @@ def test_a_compiled_step_calls_it_eagerly(call: Any) -> None:
             {"prompt_length": 10},
             r"input_ids must be \[B, P \+ T\] with P = prompt_length = 10 and T >= 1; got \(3, 10\)",
         ),
+        ({"input_ids": torch.ones(10, dtype=torch.int64)}, r"input_ids must be \[B, P \+ T\] .* got \(10,\)"),
         ({"attention_mask": torch.ones(3, 6)}, r"attention_mask must have shape \(3, 10\); got \(3, 6\)"),
         ({"completion_mask": torch.ones(3)}, r"completion_mask must have shape \(3, 6\); got \(3,\)"),
         ({"completion_mask": torch.ones(3, 6)}, "completion_mask must be 0 where attention_mask is"),
@@ -155,7 +157,15 @@ def test_a_compiled_step_calls_it_eagerly(call: Any) -> None:
             r"prompts must be padded on the left, so that column 3 .*; got padding there in rows \[0, 1, 2\]",
         ),
     ],
-    ids=["no prompt", "no completion", "mask", "completion mask", "trains on padding", "padded on the right"],
+    ids=[
+        "no prompt",
+        "no completion",
+        "no batch",
+        "mask",
+        "completion mask",
+        "trains on padding",
+        "padded on the right",
+    ],
 )
 def test_errors(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -167,6 +177,12 @@ def test_a_row_without_a_completion_may_have_any_prompt() -> None:
     given["attention_mask"] = given["attention_mask"].clone()
     given["attention_mask"][2] = 0
     assert not logprobs_of(model, **given).logps[2].any()
+
+
+def test_masks_elsewhere_than_on_the_cpu_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would synchronise; on the device `meta` it would fail."""
+    monkeypatch.delenv("GRPO_FUSED_DEBUG", raising=False)
+    _check_padding(torch.ones(ROWS, PROMPT + LENGTH, device="meta"), PROMPT, None)
 
 
 def test_options_in_the_wrong_place_are_named() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 pytest.importorskip("transformers")
 from integrations.tiny import LinearLM, build, sharpen
@@ -28,6 +29,7 @@ from grpo_fused import (
     head_hidden_states,
     lm_head_inputs,
 )
+from grpo_fused.heads.check import ordinary_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames checkpointing
 
@@ -135,6 +137,41 @@ def test_a_head_module_that_computes_something_else_is_refused() -> None:
         lm_head_inputs(model)
 
 
+def test_a_head_that_has_its_weight_twice_is_run_in_fp32() -> None:
+    """Under both names: in bf16 one of them would multiply states of fp32."""
+
+    class Shared(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 40, bias=False)
+            self.inner = nn.Linear(16, 40, bias=False)
+            self.inner.weight = self.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model = LinearLM()
+    model.lm_head = Shared()
+    assert check_head(model.bfloat16()).logit_scale == 1.0
+
+
+def test_a_head_that_is_called_with_more_than_the_states_is_refused() -> None:
+    class Told(LinearLM):
+        def forward(self, input_ids: Tensor) -> Any:
+            return SimpleNamespace(logits=self.lm_head(self.table(input_ids), scale=2.0))
+
+    with pytest.raises(RuntimeError, match="must call its head with the hidden states alone; got 2 arguments"):
+        lm_head_inputs(Told())
+
+
+def test_a_head_outside_of_the_model_is_refused() -> None:
+    class Elsewhere(LinearLM):
+        def get_output_embeddings(self) -> nn.Module:
+            return nn.Linear(16, 40)
+
+    with pytest.raises(RuntimeError, match="the output head of Elsewhere must be one of its modules; it is not"):
+        lm_head_inputs(Elsewhere())
+
+
 def test_directions_that_no_state_takes_are_checked_too() -> None:
     """Half of the rows are random: eight tokens span only a small part of the state space."""
 
@@ -155,6 +192,9 @@ def test_states_without_information_are_replaced(value: float) -> None:
     model = LinearLM()
     torch.nn.init.constant_(model.table.weight, value)
     assert check_head(model).logit_scale == 1.0
+    model.lm_head.register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(ValueError, match=r"are 2 to 2 times h W\^T"):  # of all rows
+        check_head(model)
 
 
 def test_a_head_of_zeros_is_not_scaled() -> None:
@@ -190,6 +230,14 @@ def test_the_check_runs_without_tokens_that_the_config_names(field: str) -> None
         model.get_input_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
         check_head(model)
     assert [13 in ids for ids in seen] == [True, False]
+
+
+def test_all_tokens_but_the_special_ones_may_be_taken() -> None:
+    """Of a config that names the first 70."""
+    model = LinearLM()
+    model.config = SimpleNamespace(**{f"image_{i}_token_id": i for i in range(70)})
+    assert ordinary_tokens(model, 1000) == list(range(70, 134))
+    assert ordinary_tokens(model, 70) == [0]
 
 
 def test_what_the_linear_form_cannot_express_is_refused() -> None:
@@ -240,6 +288,36 @@ def test_an_unknown_adapter_is_refused_even_while_it_is_zero() -> None:
     model.lm_head.lora_B = nn.Parameter(torch.zeros(40, 2))
     with pytest.raises(ValueError, match="also has lora_B"):
         lm_head_inputs(model)
+
+
+def test_the_forward_of_the_check_is_eager_and_in_ieee_fp32() -> None:
+    compiled, precisions = CompileCounter(), []
+
+    class Compiled(LinearLM):
+        def forward(self, input_ids: Tensor) -> Any:
+            precisions.append(torch.get_float32_matmul_precision())
+            return SimpleNamespace(logits=self.lm_head(states(self.table(input_ids))))
+
+    states = torch.compile(lambda x: x + 1, backend=compiled)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        check_head(Compiled())
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert (compiled.frame_count, precisions) == (0, ["highest"])
+
+
+def test_a_check_that_draws_leaves_the_random_state() -> None:
+    class Noisy(LinearLM):
+        def forward(self, input_ids: Tensor) -> Any:
+            torch.rand(1)
+            return super().forward(input_ids)
+
+    model, before = Noisy(), torch.get_rng_state()
+    check_head(model)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Snapshot:
