@@ -152,9 +152,6 @@ def adapters_beside(layer: Any, bias: Tensor | None) -> tuple[Tensor | None, tup
         )
     available: set[str] = getattr(layer, "_get_available_adapters", set)()
     active = [name for name in _active_adapters(layer) if name in available and not (disabled or merged)]
-    lora = getattr(layer, "lora_A", None)
-    if isinstance(lora, nn.ModuleDict):
-        active = [name for name in active if name in lora]
     adapters: tuple[HeadAdapter, ...] = ()
     for name in active:
         _check_plain_lora(layer, name)

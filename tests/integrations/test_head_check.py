@@ -254,6 +254,10 @@ def test_what_the_linear_form_cannot_express_is_refused() -> None:
         lm_head_inputs(t5)
     with pytest.raises(TypeError, match="one output head"):
         lm_head_inputs(Qwen2Model(build("qwen2").config))
+    several = LinearLM()
+    several.lm_head = nn.ModuleList([several.lm_head])
+    with pytest.raises(TypeError, match="one output head .* LinearLM gives ModuleList"):
+        lm_head_inputs(several)
 
 
 class Packed(nn.Parameter):
@@ -268,6 +272,7 @@ def test_weights_that_are_not_plain_are_refused() -> None:
         (nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False), TypeError, "float8"),
         (weight.detach().as_subclass(Packed), TypeError, "Packed"),
         (nn.Parameter(torch.empty(0)), ValueError, r"shape \(0,\) on cpu: gather a sharded one"),
+        (nn.Parameter(torch.empty(0, 16)), ValueError, r"shape \(0, 16\) on cpu: gather a sharded one"),
         (nn.Parameter(weight.flatten()), ValueError, r"must have a weight \[V, H\].*gather a sharded one"),
         (nn.Parameter(weight.to("meta")), ValueError, "on meta: .*load an offloaded one"),
     ):

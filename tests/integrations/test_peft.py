@@ -16,6 +16,7 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig, get_peft
 
 from grpo_fused import check_head, fused_linear_logprobs, head_hidden_states, lm_head_inputs
 from grpo_fused.heads import check
+from grpo_fused.heads.modules import adapter_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames checkpointing
 HEAD = ["q_proj", "lm_head"]
@@ -154,6 +155,31 @@ def test_several_adapters_and_their_switches() -> None:
     with pytest.raises(ValueError, match="adapter_names must not be given where the head has adapters"):
         head_hidden_states(model.eval(), ids, **names)
     assert min((first - second).abs().max(), (first - both).abs().max(), (second - both).abs().max()) > 0.05
+
+
+def test_an_active_adapter_may_have_no_part_in_the_head() -> None:
+    model = adapted()
+    model.add_adapter("body", LoraConfig(r=2, target_modules=["q_proj"]))
+    learn(model)
+    model.base_model.set_adapter(["default", "body"])
+    assert [adapter.a.shape[0] for adapter in lm_head_inputs(model)["lm_head_adapter"]] == [4]
+    assert_right(model)
+    model.set_adapter("body")
+    assert lm_head_inputs(model)["lm_head_adapter"] == ()
+    assert_right(model)
+
+
+def test_adapters_around_an_adapted_head_are_all_read() -> None:
+    """And are checked again where one within is switched off."""
+    model = adapted()
+    outer = adapted().get_output_embeddings()
+    outer.base_layer = inner = model.get_output_embeddings()
+    model.base_model.model.lm_head = outer
+    assert len(lm_head_inputs(model)["lm_head_adapter"]) == 2
+    both, state = assert_right(model), adapter_state(outer)
+    inner.enable_adapters(False)
+    assert adapter_state(outer) != state
+    assert (assert_right(model) - both).abs().max() > 0.05
 
 
 def test_other_adapters_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
