@@ -59,6 +59,33 @@ def test_accepts_types_that_equal_a_number_or_a_name():
     assert type(config.loss_type) is str
 
 
+@pytest.mark.parametrize(
+    ("options", "batch", "sequence", "entropy"),
+    [
+        ({}, False, False, False),
+        ({"importance_sampling_level": "sequence"}, False, True, False),
+        ({"importance_sampling_level": "sequence_token"}, False, True, False),
+        ({"loss_type": "vespo"}, False, True, False),
+        ({"loss_type": "gmpo"}, False, True, False),
+        ({"off_policy_mask_threshold": 0.1}, False, True, False),
+        ({"top_entropy_quantile": 0.5}, True, False, True),
+        ({"entropy_coef": -0.1}, False, False, True),
+    ],
+    ids=str,
+)
+def test_what_the_gradient_of_a_token_needs(options, batch, sequence, entropy):
+    config = GRPOLossConfig(**options)
+    assert (config.needs_batch, config.needs_sequence, config.needs_entropy) == (batch, sequence, entropy)
+    assert config.token_alone == (not batch and not sequence)
+
+
+def test_which_metrics_are_means_over_sequences():
+    levels = ("token", "sequence", "sequence_token")
+    configs = [GRPOLossConfig(importance_sampling_level=level) for level in levels]
+    assert [config.has_one_value_a_sequence for config in configs] == [False, True, False]
+    assert GRPOLossConfig(loss_type="vespo").has_one_value_a_sequence
+
+
 def test_is_frozen_and_keyword_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
         GRPOLossConfig().beta = 1.0  # type: ignore[misc]

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from grpo_fused.heads.patches import Patches, everywhere
+from grpo_fused.heads.patches import Patches, everywhere, turn
 
 
 def module(name: str, **functions: object) -> ModuleType:
@@ -55,12 +55,30 @@ def test_all_or_none_are_replaced(other):
     assert owner.f is len
 
 
+def test_an_interrupt_puts_back_what_was_replaced():
+    class Interrupted(ModuleType):
+        def __setattr__(self, name, value):
+            raise KeyboardInterrupt
+
+    owner = module("toy", f=len)
+    with pytest.raises(KeyboardInterrupt):
+        Patches((owner, "f", sum), (Interrupted("other"), "f", sum))
+    assert owner.f is len
+
+
 def test_replaced_twice():
     owner = module("toy", f=len)
     patches = Patches((owner, "f", sum), (owner, "f", min))
     assert owner.f is min
     patches.undo()
     assert owner.f is len
+
+
+def test_a_thread_may_have_its_turn_twice():
+    layer = torch.nn.Linear(2, 2)
+    with turn(layer):
+        assert turn(layer).acquire(blocking=False)
+        turn(layer).release()
 
 
 def test_a_property_is_set_back():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +28,8 @@ from transformers import (
 )
 
 from grpo_fused import CandidateSets, lm_head_inputs
-from grpo_fused.rollouts.engine import first_of_prompts, length_mask, pad_prompts
-from grpo_fused.rollouts.errors import DivergedError
+from grpo_fused.rollouts.engine import check_room, first_of_prompts, length_mask, pad_prompts
+from grpo_fused.rollouts.errors import DivergedError, PromptError
 from grpo_fused.rollouts.huggingface import _Ends, layer_kinds
 from grpo_fused.rollouts.records import RecordedSets, ScoredSets
 from grpo_fused.rollouts.sampling import BLOCK, draw
@@ -251,6 +253,34 @@ def test_a_repetition_penalty_arrives(model: Qwen2ForCausalLM, tokenizer: PreTra
     (other,) = sampled(model, tokenizer, ["12+3="], greedy=True, repetition_penalty=1e4).completions()
     assert len(set(plain)) < len(plain)
     assert len(set(other)) == len(other)
+
+
+def test_one_autocast_is_around_all_batches(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def autocast() -> Iterator[None]:
+        seen.append("begin")
+        yield
+        seen.append("end")
+
+    model.register_forward_pre_hook(lambda module, args: seen.append("pass"))
+    engine = HuggingFaceEngine(model, tokenizer, batch_size=1, autocast=autocast)
+    engine.generate([[3], [4]], sampling(tokenizer, max_completion_length=1))
+    assert seen == ["begin", "pass", "pass", "end"]
+
+
+def test_completions_without_tokens_have_a_column_of_padding() -> None:
+    generation = Generation.of_lists([[], []], [[], []], 7)
+    assert (generation.ids.tolist(), generation.mask.tolist()) == ([[7], [7]], [[False], [False]])
+    assert generation.sampling_logps is not None
+    assert generation.sampling_logps.tolist() == [[0.0], [0.0]]
+
+
+def test_a_prompt_and_its_completion_may_fill_the_context() -> None:
+    check_room(3, 5, 8, "")
+    with pytest.raises(PromptError, match="at most 7 tokens of a test; got a prompt of 3 and max_completion_length 5"):
+        check_room(3, 5, 7, " of a test")
 
 
 def test_the_eos_tokens_of_a_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
