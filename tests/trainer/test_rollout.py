@@ -213,7 +213,9 @@ def test_the_models_own_generation_config_is_not_used(
 ) -> None:
     """Instruct models come with a top_p of 0.8 and a repetition penalty of 1.05: `generate` would take them silently."""
     plain = sampled(model, tokenizer, ["12+3="], num_generations=32)
-    model.generation_config = GenerationConfig(top_k=1, top_p=0.1, repetition_penalty=3.0, temperature=0.1)
+    model.generation_config = GenerationConfig(
+        top_k=1, top_p=0.1, repetition_penalty=3.0, temperature=0.1, suppress_tokens=[3, 4, 5, 6, 7], min_new_tokens=6
+    )
     before = model.generation_config
     again = sampled(model, tokenizer, ["12+3="], num_generations=32)
     assert again.completions() == plain.completions()
