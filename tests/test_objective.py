@@ -94,6 +94,16 @@ def test_a_column_of_advantages_is_one_for_each_sequence(packed, impl):
         torch.testing.assert_close(got.metrics[name], value, msg=name, equal_nan=True)
 
 
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_gmpo_never_corrects_its_kl(impl):
+    case, logps, entropies = scores(7)
+    case.options["ref_per_token_logps"] = logps.detach() + 0.3 * torch.randn(logps.shape, dtype=logps.dtype)
+    configs = [make_config("gmpo", beta=0.5, use_bias_correction_kl=corrected) for corrected in (True, False)]
+    (with_it, gradient, _), (without, want, _) = (run(config, case, logps, entropies, impl) for config in configs)
+    assert with_it.loss == without.loss
+    assert torch.equal(gradient, want)
+
+
 def test_vespo_takes_its_ratio_inside_phi():
     case, logps, entropies = scores(6)
     case.options["importance_sampling_ratio"] = torch.rand(4, 7, dtype=torch.float64) * 2
