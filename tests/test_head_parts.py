@@ -788,3 +788,11 @@ def test_negative_scales_beside_an_adapter():
     got = fused_linear_logprobs(hidden, weight, ids, lm_head_adapter=adapter).logps
     want = fused_linear_logprobs(hidden.double(), dense_weight(weight, [adapter]).double(), ids).logps
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((4, 34), torch.int8), ((34,), torch.uint8), ((4, 33), torch.uint8)], ids=str
+)
+def test_data_that_is_not_q8_0_is_refused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"the data of Q8_0 must be uint8 \[V, 34 \* H / 32\]"):
+        QuantizedWeight.from_q8_0(torch.zeros(shape, dtype=dtype))
