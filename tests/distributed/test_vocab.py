@@ -162,6 +162,17 @@ def test_communication_is_counted(workers):
         assert set(got["numbers"]) == {"statistics", "hidden gradient", "agreement", "sizes", "status"}
 
 
+def test_chunks_fit_the_rank_with_the_largest_slice(workers):
+    """All ranks take chunks of as many tokens as it has room for."""
+    case, options = make_case(5).to(torch.float32), {"max_scratch_bytes": 9000}
+    results = [
+        workers.run(vocab_loss, 2, case, make_config("dapo"), "chunked", sizes, options)
+        for sizes in ([15, 14], [25, 4])
+    ]
+    even, uneven = ([got["calls"]["statistics"] for got in result] for result in results)
+    assert min(uneven) == max(uneven) > max(even)
+
+
 class Slices:
     """A test double of the ranks: doubles its input, and counts the sums that have started and not ended."""
 
