@@ -224,6 +224,8 @@ class TestTokenWeights:
         (ValueError, "cu_seqlens must rise from 0",
          {"aggregation": "dapo", "mask": torch.ones(3), "cu_seqlens": torch.tensor([0, 2])}),
         (TypeError, "mask must be a torch.Tensor; got list", {"aggregation": "dapo", "mask": [1, 1]}),
+        (TypeError, "dtype must be fp16, bf16, fp32 or fp64; got torch.int64",
+         {"aggregation": "grpo", "dtype": torch.int64}),
     ])  # fmt: skip
     def test_refuses(self, error, message, call):
         with pytest.raises(error, match=message):

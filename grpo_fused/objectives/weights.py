@@ -44,7 +44,7 @@ def token_weights(
             processes sum to that of all their tokens.
         max_completion_length: Tokens that `dr_grpo` divides by, which requires it, > 0.
         cu_seqlens: `[S + 1]` int32/int64, the offsets of packed sequences; B is then S.
-        dtype: Of the result.
+        dtype: Of the result: fp16, bf16, fp32 or fp64.
 
     Returns:
         Like `mask`, 0 where masked.
@@ -56,6 +56,8 @@ def token_weights(
     Source: the averages of `GRPOLossConfig(loss_type=aggregation)`, which follow TRL 1.16.
     """
     check_choice(aggregation, "aggregation", Aggregation)
+    if dtype not in check.FLOATS:
+        raise TypeError(f"dtype must {check.FLOAT.must}; got {dtype}")
     config = GRPOLossConfig(loss_type=aggregation, max_completion_length=max_completion_length)
     check.check_tokens(mask, "mask", check.ZERO_OR_ONE, cu_seqlens)
     check.check_one_device(mask=mask, cu_seqlens=cu_seqlens)
