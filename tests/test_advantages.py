@@ -74,11 +74,16 @@ def test_equal_judged_rewards_are_equal_beside_an_unjudged_one(reward):
     assert group_advantages([reward, None, reward], 3).zero_std_groups == 1
 
 
-def test_rewards_may_be_tuples_or_an_array_or_none():
+def test_rewards_may_be_tuples_or_an_array():
     rows = [(1.0, 2.0), (3.0, 5.0)]
     for rewards in (rows, np.array(rows)):
         assert torch.equal(group_advantages(rewards, 2).advantages, group_advantages([3.0, 8.0], 2).advantages)
-    assert group_advantages([], 2).advantages.shape == estimators.pass_at_k([], 2, 1).shape == (0,)
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_no_rewards_have_no_advantages(aggregation):
+    assert group_advantages([], 2, aggregation=aggregation).advantages.shape == (0,)
+    assert estimators.pass_at_k([], 2, 1).shape == (0,)
 
 
 def test_advantages_are_on_the_device_of_the_rewards():
@@ -158,6 +163,7 @@ def test_matches_trl_arithmetic(aggregation, missing):
          lambda: group_advantages([1.0, 2.0], 2, weights=[math.nan])),
         (ValueError, r"a finite one for each reward function; got \[inf\]",
          lambda: group_advantages([1.0, 2.0], 2, weights=[math.inf])),
+        (TypeError, "weights must be a tensor or a list of numbers", lambda: group_advantages([1.0, 2.0], 2, weights=["a"])),
         (TypeError, "rewards must be a tensor or .*'1.0'", lambda: group_advantages(["1.0", 2.0], 2)),
         (TypeError, "rewards must be real numbers; got torch.complex64",
          lambda: group_advantages(torch.zeros(2, dtype=torch.complex64), 2)),
@@ -325,6 +331,11 @@ def test_optimal_token_baseline_of_a_mask_with_a_hole():
     rewards = torch.tensor([[0.0, 7.0, 1.0], [0.0, 0.0, 3.0]])
     got = estimators.optimal_token_baseline(rewards, mask, 2, p.log(), p)
     torch.testing.assert_close(got, torch.tensor([[-1.0, 0.0, -1.0], [1.0, 0.0, 1.0]]))
+
+
+def test_optimal_token_baseline_of_completions_without_tokens():
+    none = torch.ones(4, 0)
+    assert estimators.optimal_token_baseline(none, none, 2, none, none).shape == (4, 0)
 
 
 def test_only_the_longest_sample_has_a_tail_without_a_baseline():

@@ -97,7 +97,10 @@ def check_groups(count: int, num_generations: int) -> None:
 def weighted_sum(table: Tensor, weights: Tensor | Sequence[float] | None) -> Tensor:
     """[N] of [N, F], with weights [F], 1 by default; NaN where no function judged."""
     given = [1.0] * table.shape[1] if weights is None else weights
-    weight = torch.as_tensor(given, dtype=torch.float64, device=table.device).detach()
+    try:
+        weight = torch.as_tensor(given, dtype=torch.float64, device=table.device).detach()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"weights must be a tensor or a list of numbers; {error}") from None
     if weight.shape != table.shape[1:] or not weight.isfinite().all():
         raise ValueError(
             f"weights must be [{table.shape[1]}], a finite one for each reward function; got {weight.tolist()}"
@@ -114,8 +117,8 @@ def nan_std(x: Tensor, dim: int) -> Tensor:
 
 def all_equal(x: Tensor, dim: int) -> Tensor:
     """Whether the judged samples are all the same, without the rounding of a mean; keeps `dim`."""
-    lowest, highest = x.nan_to_num(nan=torch.inf), x.nan_to_num(nan=-torch.inf)
-    return lowest.amin(dim=dim, keepdim=True) == highest.amax(dim=dim, keepdim=True)
+    steps = x.sort(dim=dim).values.diff(dim=dim)  # NaN comes last
+    return ((steps == 0) | steps.isnan()).all(dim=dim, keepdim=True)
 
 
 def z_score(x: Tensor, dim: int, eps: float = _EPS) -> Tensor:

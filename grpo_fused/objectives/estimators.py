@@ -317,7 +317,7 @@ def optimal_token_baseline(
     energy = 1.0 - 2.0 * logps.exp() + _like(sum_squared_probs, "sum_squared_probs", rewards, active)
     if importance_sampling_ratio is not None:
         energy = energy * _like(importance_sampling_ratio, "importance_sampling_ratio", rewards, active).square()
-    groups = (-1, num_generations, rewards.shape[1])
+    groups = (len(rewards) // num_generations, num_generations, rewards.shape[1])
     kept = active.view(groups)
     returns = torch.where(active, rewards, 0.0).flip(1).cumsum(1).flip(1).view(groups)
     weight = torch.where(active, energy, 0.0).cumsum(1).view(groups) * kept
