@@ -311,6 +311,10 @@ class TestTopK:
             ),
             ({"kind": "forward_kl", "other_ids": ids + 29}, r"other_ids must be in \[0, 29\)"),
             ({"kind": "forward_kl", "other_logprobs": -log_q}, "must sum to 1 at most"),
+            (
+                {"kind": "forward_kl", "other_ids": ids[..., :1].expand_as(ids), "other_logprobs": log_q - 2},
+                r"other_ids must be different at each position; got \d+ that are there again",
+            ),
             ({"kind": "forward_kl", "other_logprobs": None}, "the last two .* must be given"),
         ):
             with pytest.raises((TypeError, ValueError), match=message):

@@ -439,7 +439,8 @@ def check_call_values(call: LinearCall, vocab_size: int) -> None:
 
 
 def _check_likeliest_values(ids: Tensor, logprobs: Tensor, active: Tensor, vocab_size: int) -> None:
-    """Ids [..., K] of the vocabulary where their probability is not 0, and probabilities that sum to 1 at most."""
+    """Ids [..., K] where their probability is not 0: of the vocabulary, different; and probabilities that sum to 1 at
+    most."""
     q = logprobs[active].to(torch.promote_types(logprobs.dtype, torch.float32)).exp()
     ids, total = torch.where(q > 0, ids[active].to(torch.int64), 0), q.sum(-1)
     # rounding of log q changes the sum by at most eps / 2 times the entropy
@@ -449,6 +450,10 @@ def _check_likeliest_values(ids: Tensor, logprobs: Tensor, active: Tensor, vocab
             f"other_ids must be in [0, {vocab_size}), and exponentials of other_logprobs must sum to 1 at most; got "
             f"ids from {int(ids.min())} to {int(ids.max())}, sums up to {float(total.max())}"
         )
+    unused = -1 - torch.arange(ids.shape[-1], device=ids.device)  # no ids, and all different
+    twice = int((torch.where(q > 0, ids, unused).sort(-1).values.diff(dim=-1) == 0).sum())
+    if twice:
+        raise ValueError(f"other_ids must be different at each position; got {twice} that are there again")
 
 
 def check_loss_values(inputs: LossInputs, layout: Layout, entropies: Tensor | None = None) -> None:
