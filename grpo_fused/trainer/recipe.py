@@ -166,15 +166,15 @@ class Recipe(GRPOTrainerConfig):
 
     def _check_sources(self) -> None:
         """Options of data and rollouts that would change nothing."""
-        named = "a data set that is not a function"
+        named = "a `datasets` name, no file or function"
         takes_options = self.is_generated or is_function(self.dataset)
         other = "a task other than reasoning_gym (eval_limit takes its held-out problems)"
         self._check_used(
             (
                 (("dataset_options",), takes_options, 'task reasoning_gym or a dataset "module:function"'),
                 (("subset", "split", "eval_dataset", "eval_split"), not self.is_generated, other),
-                (("subset", "split"), not is_function(self.dataset) or self._eval_is_named, named),
-                (("eval_split",), self._eval_is_named, "held-out rows of a `datasets` name, no file or function"),
+                (("subset", "split"), is_named(self.dataset) or self._eval_is_named, named),
+                (("eval_split",), self._eval_is_named, f"held-out rows of {named}"),
                 (
                     ("eval_limit", "eval_samples", "eval_steps"),
                     self.has_eval,
@@ -209,35 +209,31 @@ class Recipe(GRPOTrainerConfig):
     @property
     def _eval_is_named(self) -> bool:
         """Whether held-out rows are loaded by `datasets`."""
-        source = self.eval_source
-        is_local = is_function(source) or (source is not None and Path(source).expanduser().is_file())
-        return self.has_eval and not is_local
+        return self.has_eval and is_named(self.eval_source)
 
     def train_rows(self) -> Rows:
         """The training data: rows, or a function that makes them."""
-        rows = self._raw(self.dataset, self.subset, self.split, self.limit)
+        rows = self._raw(self.dataset, self.split, self.limit)
         return (lambda index: self._format([rows(index)])[0]) if callable(rows) else self._format(rows)
 
     def eval_rows(self) -> list[Row] | None:
         """The held-out data, if any."""
         if not self.has_eval:
             return None
-        subset, split = (self.subset, self.split) if self._eval_is_named else (None, "train")
-        rows = self._raw(self.eval_source, subset, self.eval_split or split, self.eval_limit, held_out=True)
+        rows = self._raw(self.eval_source, self.eval_split or self.split, self.eval_limit, held_out=True)
         if callable(rows):
             raise ValueError("eval_limit must be given for an eval_dataset that makes rows without end; got none")
         return list(self._format(rows))
 
-    def _raw(
-        self, source: str | None, subset: str | None, split: str, limit: int | None, *, held_out: bool = False
-    ) -> Rows:
+    def _raw(self, source: str | None, split: str, limit: int | None, *, held_out: bool = False) -> Rows:
         if self.is_generated:
             problem = problems(str(source), self.dataset_options, seed=self.seed, held_out=held_out)
             return problem if limit is None else [problem(index) for index in range(limit)]
         if is_function(source):
-            function = load_function(str(source), "dataset")
+            name, options = ("dataset", self.dataset_options) if source == self.dataset else ("eval_dataset", {})
+            function = load_function(str(source), name)
             try:
-                rows: Any = function(**(self.dataset_options if source == self.dataset else {}))
+                rows: Any = function(**options)
                 if not callable(rows):
                     rows = list(islice(rows, limit))  # it may be endless
                 elif limit is None:
@@ -245,8 +241,11 @@ class Recipe(GRPOTrainerConfig):
                 else:
                     rows = [rows(index) for index in range(limit)]
             except Exception as error:
-                raise ValueError(f"dataset {source!r} {raised(error)}") from error
+                raise ValueError(f"{name} {source!r} {raised(error)}") from error
             return load_rows(rows)
+        if not is_named(source):
+            return load_rows(str(source), limit=limit)
+        subset = self.subset
         if source is None and self.task is not None:
             source, subset = TASKS[self.task].source, subset or TASKS[self.task].subset
         return load_rows(str(source), subset=subset, split=split, limit=limit)
@@ -265,6 +264,11 @@ def is_function(source: str | None) -> bool:
     """Whether a data set is a function's place, "module:function" or "path/to/file.py:function"."""
     place, _, name = (source or "").rpartition(":")
     return bool(place) and name.isidentifier()
+
+
+def is_named(source: str | None) -> bool:
+    """Whether the `datasets` library loads a data set (None: that of the task): it is no function and no file."""
+    return source is None or not (is_function(source) or Path(source).expanduser().is_file())
 
 
 def with_system_prompt(row: Row, system_prompt: str) -> Row:

@@ -555,11 +555,21 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (read.model, read.reference_model, read.output_dir) == ("/home/ada/m", "/home/ada/t", "/home/ada/o")
 
 
-def test_held_out_rows_of_a_file_take_no_subset_and_split(tmp_path: Path) -> None:
-    (tmp_path / "held.jsonl").write_text('{"prompt": "p"}\n')
-    named = {"dataset": "some/name", "subset": "main", "split": "train[:10]"}
-    read = Recipe(model="m", rewards=(Reward(name="format"),), eval_dataset=str(tmp_path / "held.jsonl"), **named)
+def test_subset_and_split_are_for_the_rows_that_have_a_name(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p"}\n')
+    file, named = str(tmp_path / "rows.jsonl"), {"subset": "main", "split": "train[:10]"}
+    read = Recipe(model="m", rewards=(Reward(name="format"),), dataset="some/name", eval_dataset=file, **named)
     assert read.eval_rows() == [{"prompt": "p"}]
+    assert replace(read, dataset=file, eval_dataset="some/name").train_rows() == [{"prompt": "p"}]
+
+
+def test_a_wrong_function_of_held_out_rows_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("def rows():\n    return 1 / 0\n")
+    read = Recipe(model="m", rewards=(Reward(name="format"),), dataset="d", eval_dataset=f"{tmp_path / 'x.py'}:rows")
+    with pytest.raises(ValueError, match="^eval_dataset '.*x.py:rows' raised ZeroDivisionError"):
+        read.eval_rows()
+    with pytest.raises(ValueError, match="^eval_dataset must be .*x.py:no', which has no function 'no'"):
+        replace(read, eval_dataset=f"{tmp_path / 'x.py'}:no").eval_rows()
 
 
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
