@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from grpo_fused.call.options import check_options, option
@@ -307,7 +308,8 @@ def load_parts(recipe: Recipe) -> Parts:
         model: Any = _load_model(recipe, "model", base)
         reference = None if teacher is None else _load_model(recipe, "reference_model", teacher)
         with _naming("model", recipe.model):
-            tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+            # peft saves an adapter alone
+            tokenizer = AutoTokenizer.from_pretrained(recipe.model if get_tokenizer_config(recipe.model) else base)
     if base != recipe.model:
         from peft import PeftModel  # slow to import
 

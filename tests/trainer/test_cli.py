@@ -411,6 +411,7 @@ def test_a_recipe_may_go_on_with_an_adapter(recipe: Path, monkeypatch: pytest.Mo
     folder, ids = recipe.with_name("adapter"), torch.tensor([[5, 6, 7]])
     model.save_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(read.model)
+    assert load_parts(replace(read, model=str(folder))).tokenizer.chat_template == tokenizer.chat_template
     tokenizer.chat_template = "{{ messages[0].content }}"  # not that of the model under it
     tokenizer.save_pretrained(folder)
     base, read, started = read.model, replace(read, model=str(folder)), []
