@@ -143,5 +143,6 @@ def _content(message: Message) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, (list, tuple)) and all(isinstance(part, Mapping) for part in content):
-        return "".join(str(part["text"]) for part in content if "text" in part)
+        # `datasets` gives a part the keys of the others, with None
+        return "".join(str(part["text"]) for part in content if part.get("text") is not None)
     raise TypeError(f"the content of a chat message must be a str or a list of parts; got {content!r:.200}")

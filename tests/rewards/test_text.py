@@ -26,6 +26,11 @@ from grpo_fused.rewards import text_of
             "ab",
             id="parts",
         ),
+        pytest.param(
+            [{"role": "assistant", "content": [{"type": "image", "text": None}, {"type": "text", "text": "a"}]}],
+            "a",
+            id="parts-of-datasets",
+        ),
         pytest.param([], "", id="no-message"),
         pytest.param(({"role": "assistant", "content": "a"},), "a", id="tuple"),
     ],
