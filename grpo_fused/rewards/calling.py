@@ -73,16 +73,17 @@ def call_reward_functions(
 
 
 def arguments_for(name: str, function: RewardFunction, batch: Batch) -> dict[str, Any]:
-    """The part of the batch that a function takes; lists are copied, so that no function changes another's input.
+    """The part of the batch that a function takes; lists and dicts in it are copied.
+
+    So no function changes another's input, the next sample's of the same row, or the data set.
 
     Raises:
         ValueError: The function has a parameter without default that is not in the batch.
     """
-    own = {key: list(values) if isinstance(values, list) else values for key, values in batch.items()}
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some callables of C have no signature
-        return own
+        return {name: _own(values) for name, values in batch.items()}
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if missing := [p.name for p in named if p.default is p.empty and p.name not in batch]:
         columns = sorted(set(batch) - set(GIVEN))
@@ -90,9 +91,15 @@ def arguments_for(name: str, function: RewardFunction, batch: Batch) -> dict[str
             f"reward function {name!r} needs {' and '.join(map(repr, missing))}; "
             f"it gets {', '.join(key for key in GIVEN if key in batch)} and the data set's columns {columns}"
         )
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return own
-    return {p.name: own[p.name] for p in named if p.name in own}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = batch if takes_all else [p.name for p in named if p.name in batch]
+    return {name: _own(batch[name]) for name in names}
+
+
+def _own(value: Any) -> Any:
+    if type(value) is list:
+        return [_own(each) for each in value]
+    return {key: _own(each) for key, each in value.items()} if type(value) is dict else value
 
 
 def raised(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from fractions import Fraction
@@ -78,6 +79,22 @@ def test_functions_cannot_change_each_others_input() -> None:
 
     functions = {"vandal": vandal, "exact": built_in("exact_answer")}
     assert score_completions(functions, ROWS, COMPLETIONS)[:, 1].tolist() == [1.0, 0.0]
+
+
+def test_functions_cannot_change_a_row() -> None:
+    """Its completions share it: a reward that strikes off numbers would find fewer of them the second time."""
+
+    def strikes_off(nums: list[list[int]], prompts: Any, completion_ids: Any, meta: Any, **_: Any) -> list[float]:
+        prompts[0][0]["content"] += "!"
+        completion_ids[0].clear()
+        meta[0]["tries"] += 1
+        return [float(given.pop()) for given in nums]
+
+    row = {"prompt": [{"role": "user", "content": "q"}], "nums": [1, 2], "meta": {"tries": 0}}
+    kept, ids = copy.deepcopy(row), [[1], [2]]
+    answers: Any = [[{"role": "assistant", "content": "a"}]] * 2
+    assert score_completions({"mine": strikes_off}, [row] * 2, answers, ids)[:, 0].tolist() == [2.0, 2.0]
+    assert (row, ids) == (kept, [[1], [2]])
 
 
 def test_missing_columns_are_named() -> None:
