@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from grpo_fused.call.options import check_flag
 from grpo_fused.rewards.answer import digits_of, plain_number
 from grpo_fused.rewards.arithmetic import evaluate_arithmetic
 from grpo_fused.rewards.text import Text, extract_answer, judge_each, parse_completion, whole_completions
@@ -39,11 +40,14 @@ def countdown_reward(
         N rewards, 0.0 or 1.0, or None for a sample without target or numbers.
 
     Raises:
-        TypeError: A target or one of the numbers is not a number.
+        TypeError: A target or one of the numbers is not a number, or `use_all` or `require_format` is not a bool.
         ValueError: A column has another length than the completions.
 
     Source: the number puzzle of the countdown exercise, without its `eval` and its rounding.
     """
+
+    check_flag(use_all, "use_all")
+    check_flag(require_format, "require_format")
 
     def judge(text: str, goal: object, given: Any) -> float:
         given = given.tolist() if hasattr(given, "tolist") else given  # a tensor or an array

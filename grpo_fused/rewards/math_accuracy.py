@@ -54,7 +54,7 @@ def math_accuracy_reward(
 
     Raises:
         ImportError: `use_math_verify=True` or `accept_expressions=True` without it.
-        TypeError: A right answer is neither text, number nor None, or `accept_expressions` is not a bool.
+        TypeError: A right answer is neither text, number nor None, or an option is of another type.
         ValueError: Neither column, a column of another length than the completions, or `accept_expressions=True` with
             `use_math_verify=False`.
 
@@ -64,6 +64,8 @@ def math_accuracy_reward(
     if right_answers is None:
         raise ValueError(f'expected a column "answer" or "solution"; the data set has {sorted(columns)}')
     check_flag(accept_expressions, "accept_expressions")
+    if use_math_verify is not None:
+        check_flag(use_math_verify, "use_math_verify")
     check_number(seconds, "seconds", above=0.0)
     check_number(total_seconds, "total_seconds", above=0.0)
     if accept_expressions and use_math_verify is False:

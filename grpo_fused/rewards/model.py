@@ -35,7 +35,7 @@ class RewardModel:
 
     Raises:
         ValueError: Not one label, weights of the head missing at the path, no tokenizer, or sizes below 1.
-        TypeError: Sizes that are not integers.
+        TypeError: Sizes that are not integers, or the path of a tokenizer.
 
     Source: the reward models of TRL's `GRPOTrainer` (which adds no special tokens).
     """
@@ -49,6 +49,8 @@ class RewardModel:
         max_length: int | None = None,
         name: str | None = None,
     ) -> None:
+        if isinstance(tokenizer, str):
+            raise TypeError(f"tokenizer must be the object, not its path; got {tokenizer!r}")
         check_integer(batch_size, "batch_size", least=1)
         if max_length is not None:
             check_integer(max_length, "max_length", least=1)

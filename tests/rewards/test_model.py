@@ -161,6 +161,8 @@ def test_wrong_models_say_what_was_expected(tmp_path: Path) -> None:
         RewardModel(make_decoder(num_labels=2), tokenizer)
     with pytest.raises(ValueError, match="as object needs its tokenizer; got None"):
         RewardModel(make_decoder())
+    with pytest.raises(TypeError, match="tokenizer must be the object, not its path; got 'judge'"):
+        RewardModel(tmp_path, "judge")  # type: ignore[arg-type]
     for name in ("batch_size", "max_length"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):
             RewardModel(make_decoder(), tokenizer, **{name: 0})  # type: ignore[arg-type]

@@ -79,6 +79,11 @@ def test_errors_list_names_and_options() -> None:
         built_in("length", unit="words")
     with pytest.raises(TypeError, match="think_opened must be True, False or None"):
         built_in("countdown", think_opened=1)
+    for name, flag in (
+        ("countdown", "use_all"), ("countdown", "require_format"), ("math_accuracy", "use_math_verify"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"{flag} must be True or False; got 'no'"):
+            built_in(name, **{flag: "no"})
 
 
 def test_a_bound_reward_model_moves_to_a_device() -> None:
