@@ -95,8 +95,11 @@ def check_rows(rows: Sequence[Row], at_least: int, *, name: str = "train_dataset
     Raises:
         TypeError, ValueError: They cannot be trained on; the message names the row and the column.
     """
+    if not hasattr(rows, "__len__"):
+        raise TypeError(f"{name} must be a list of rows, or another sequence; got {type(rows).__name__}")
     if len(rows) < at_least:
-        raise ValueError(f"{name} must have at least {at_least} rows, as many as a step takes; got {len(rows)}")
+        least = "one row" if at_least == 1 else f"{at_least} rows, as many as a step takes"
+        raise ValueError(f"{name} must have at least {least}; got {len(rows)}")
     for position, row in enumerate(rows):
         where = f"row {position} of {name}"
         if not isinstance(row, Mapping):
@@ -104,7 +107,8 @@ def check_rows(rows: Sequence[Row], at_least: int, *, name: str = "train_dataset
         if "prompt" not in row:
             raise ValueError(f'{where} must have a column "prompt"; got the columns {sorted(map(str, row))}')
         if row.keys() != rows[0].keys():
-            raise ValueError(f"{where} must have the columns {sorted(rows[0])}, as row 0; got {sorted(map(str, row))}")
+            first, got = sorted(map(str, rows[0])), sorted(map(str, row))
+            raise ValueError(f"{where} must have the columns {first}, as row 0; got {got}")
         check_prompt(row["prompt"], where)
         if isinstance(row["prompt"], str) != isinstance(rows[0]["prompt"], str):
             raise ValueError(f"{where} must have a prompt in the form of row 0's, text or chat messages; got the other")

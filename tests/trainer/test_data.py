@@ -210,6 +210,9 @@ def test_good_rows_pass() -> None:
     [
         pytest.param([], ValueError, "train_dataset must have at least 2 rows, .*; got 0", id="empty"),
         pytest.param(ROWS[:1], ValueError, "train_dataset must have at least 2 rows, .*; got 1", id="too-few"),
+        pytest.param(
+            iter(ROWS), TypeError, "train_dataset must be a list of rows, .*; got list_iterator", id="iterator"
+        ),
         pytest.param(["1+1=", "1+2="], TypeError, "row 0 .* must be a mapping of columns; got str", id="texts"),
         pytest.param(
             [*ROWS, {"question": "1"}], ValueError, r'row 10 .* column "prompt"; got .*\[\'question\'\]', id="no-prompt"
@@ -222,6 +225,9 @@ def test_good_rows_pass() -> None:
         ),
         pytest.param(
             [*ROWS, ROWS[0] | {"hint": ""}], ValueError, r"row 10 .*; got \['answer', 'hint', 'prompt'\]", id="more"
+        ),
+        pytest.param(
+            [ROWS[0] | {3: ""}, *ROWS], ValueError, r"row 1 .* \['3', 'answer', 'prompt'\], as row 0", id="number"
         ),
         pytest.param([*ROWS, ROWS[0] | {"prompt": " "}], ValueError, "row 10 .* not blank", id="blank-prompt"),
         pytest.param([*ROWS, ROWS[0] | {"prompt": []}], TypeError, r"row 10 .* got \[\]", id="no-messages"),
@@ -243,6 +249,8 @@ def test_bad_rows_are_named(rows: Any, error: type[Exception], message: str) -> 
 
 
 def test_errors_call_the_data_set_by_its_name() -> None:
+    with pytest.raises(ValueError, match=r"^eval_dataset must have at least one row; got 0$"):
+        check_rows([], 1, name="eval_dataset")
     with pytest.raises(ValueError, match="row 0 of eval.jsonl: expected a last message that is not blank"):
         check_rows([{"prompt": ""}], 1, name="eval.jsonl")
 
