@@ -55,8 +55,8 @@ def compose(text: str, name: str) -> yaml.Node | None:
     """The nodes of a YAML text of bounded size: aliases of aliases can represent more values than fit in memory.
 
     Raises:
-        OptionError: It is not valid, it has more than `MAX_VALUES` values with aliases expanded, or it is nested too
-            deeply, for example by an alias of itself.
+        OptionError: It is not valid, a value is not one of its tag (`!!int ten`), it has more than `MAX_VALUES` values
+            with aliases expanded, or it is nested too deeply, for example by an alias of itself.
     """
 
     @cache
@@ -83,6 +83,10 @@ def compose(text: str, name: str) -> yaml.Node | None:
         raise OptionError(f"{name}: line {line} must be valid YAML; {error.problem}") from error
     except yaml.YAMLError as error:
         raise OptionError(f"{name}: a recipe must be valid YAML; {error}") from error
+    except OptionError:
+        raise
+    except (ValueError, LookupError, AttributeError) as error:  # of Python, for a value that its tag cannot have
+        raise OptionError(f"{name}: each value must be one of its YAML tag; {error}") from error
 
 
 def check_keys(node: yaml.Node | None) -> None:
