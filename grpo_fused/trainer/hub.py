@@ -23,7 +23,7 @@ def check_name(name: str, repo_type: str = "model") -> None:
         OSError: There is neither a folder nor a repository of this name, or the Hub cannot be reached.
     """
     folder = Path(name).expanduser()
-    if folder.exists():
+    if folder.is_dir():
         return
     here = f"there is no folder {name!r}" + ("" if folder.is_absolute() else f" in {Path.cwd()}")
     try:

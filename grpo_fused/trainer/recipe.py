@@ -322,7 +322,7 @@ def base_of(recipe: Recipe) -> str:
     """The model that is loaded: that of the recipe, or the one under it if that is an adapter, which is then trained.
 
     Raises:
-        ValueError: It is an adapter, and there shall be a new one.
+        ValueError: It is an adapter, and there shall be a new one, or it does not name the model under it.
     """
     with _naming("model", recipe.model):
         adapter = find_adapter_config_file(recipe.model)
@@ -335,7 +335,13 @@ def base_of(recipe: Recipe) -> str:
         )
     from peft import PeftConfig  # slow to import
 
-    return str(PeftConfig.from_pretrained(recipe.model).base_model_name_or_path)
+    base = PeftConfig.from_pretrained(recipe.model).base_model_name_or_path
+    if not base:  # of a model that was made in code
+        raise ValueError(
+            f"model must be a whole model, or an adapter that names the model under it; got {recipe.model!r}, whose "
+            f"adapter_config.json has base_model_name_or_path {base!r}"
+        )
+    return str(base)
 
 
 def _load_model(recipe: Recipe, name: str, place: str) -> PreTrainedModel:

@@ -430,6 +430,12 @@ def test_a_recipe_may_go_on_with_an_adapter(recipe: Path, monkeypatch: pytest.Mo
     parts: Any = load_parts(replace(read, rollout="vllm", vllm_options={"seed": 1}))
     assert parts.tokenizer.chat_template == tokenizer.chat_template
     assert started == [((base,), {"seed": 1})]
+    model.peft_config["default"].base_model_name_or_path = ""
+    model.save_pretrained(folder)
+    with pytest.raises(
+        ValueError, match="or an adapter that names the model under it; got '.*base_model_name_or_path ''"
+    ):
+        load_parts(read)
 
 
 def test_an_empty_system_prompt_is_none(recipe: Path) -> None:

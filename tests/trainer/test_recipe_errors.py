@@ -181,10 +181,11 @@ def test_errors_of_the_command_itself(recipe: Path, tmp_path: Path, capsys: pyte
         (["--rollout", "vllm"], "this recipe needs the package vllm: pip install vllm"),
         (["--report-to", "wandbb"], "report_to must name trackers of accelerate, .*; got 'wandbb'"),
         (["--model", "./nowhere"], "model must be a path or name that can be loaded; got './nowhere': .*"),
+        (["--model", "./mine.py"], r"got './mine.py': there is no folder './mine.py' .*, and it is not a name of .*"),
         (["--rewards", "[{model: ./no}]"], r"rewards.model must be a path or name that can be loaded; got './no': .*"),
         (["--model", "cut"], "model must be a path or name that can be loaded; got 'cut': .*header.*"),
     ],
-    ids=["raises", "count", "engine", "vllm", "tracker", "model", "reward-model", "cut-model"],
+    ids=["raises", "count", "engine", "vllm", "tracker", "model", "file", "reward-model", "cut-model"],
 )
 def test_expected_failures_are_one_line(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
