@@ -215,7 +215,9 @@ class Recipe(GRPOTrainerConfig):
     def train_rows(self) -> Rows:
         """The training data: rows, or a function that makes them."""
         rows = self._raw(self.dataset, self.split, self.limit)
-        return (lambda index: self._format([rows(index)])[0]) if callable(rows) else self._format(rows)
+        if callable(rows):
+            return lambda index: self._format([rows(index)], self.dataset)[0]
+        return self._format(rows, self.dataset)
 
     def eval_rows(self) -> list[Row] | None:
         """The held-out data, if any."""
@@ -224,7 +226,7 @@ class Recipe(GRPOTrainerConfig):
         rows = self._raw(self.eval_source, self.eval_split or self.split, self.eval_limit, held_out=True)
         if callable(rows):
             raise ValueError("eval_limit must be given for an eval_dataset that makes rows without end; got none")
-        return list(self._format(rows))
+        return list(self._format(rows, self.eval_source))
 
     def _raw(self, source: str | None, split: str, limit: int | None, *, held_out: bool = False) -> Rows:
         if self.is_generated:
@@ -251,13 +253,13 @@ class Recipe(GRPOTrainerConfig):
             source, subset = TASKS[self.task].source, subset or TASKS[self.task].subset
         return load_rows(str(source), subset=subset, split=split, limit=limit)
 
-    def _format(self, rows: Sequence[Row]) -> Sequence[Row]:
+    def _format(self, rows: Sequence[Row], source: str | None) -> Sequence[Row]:
         if self.task is not None:
             task = REASONING_GYM if self.is_generated else TASKS[self.task]
             return format_rows(task, rows, system_prompt=self.system_prompt, chat=self.chat)
         if not self.system_prompt:
             return rows
-        check_rows(rows, 1, name=str(self.dataset))
+        check_rows(rows, 1, name=str(source))
         return [with_system_prompt(row, self.system_prompt) for row in rows]
 
 

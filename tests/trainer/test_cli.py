@@ -570,6 +570,16 @@ def test_subset_and_split_are_for_the_rows_that_have_a_name(tmp_path: Path) -> N
     assert replace(read, dataset=file, eval_dataset="some/name").train_rows() == [{"prompt": "p"}]
 
 
+def test_held_out_rows_without_a_prompt_are_named(tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text('{"question": "q"}\n')
+    read = Recipe(
+        model="m", rewards=(Reward(name="format"),), dataset="d", eval_dataset=str(tmp_path / "held.jsonl"),
+        system_prompt="Be brief.",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^row 0 of .*held.jsonl must have a column \"prompt\""):
+        read.eval_rows()
+
+
 def test_a_wrong_function_of_held_out_rows_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("def rows():\n    return 1 / 0\n")
     read = Recipe(model="m", rewards=(Reward(name="format"),), dataset="d", eval_dataset=f"{tmp_path / 'x.py'}:rows")
