@@ -98,7 +98,7 @@ def arguments_for(name: str, function: RewardFunction, batch: Batch) -> dict[str
 
 def _own(value: Any) -> Any:
     if type(value) is list:
-        return [_own(each) for each in value]
+        return [_own(each) if type(each) in (list, dict) else each for each in value]  # millions may be token ids
     return {key: _own(each) for key, each in value.items()} if type(value) is dict else value
 
 
