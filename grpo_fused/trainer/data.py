@@ -309,13 +309,21 @@ def check_same_rows(batches: Batches | Stream, eval_rows: Sequence[Row] | None) 
 
 
 def hash_of_prompts(rows: Sequence[Row]) -> str:
-    """SHA-256 of the texts of all prompts in their order, with the roles of chat messages."""
+    """SHA-256 of the texts of all prompts in their order, with the roles of chat messages, and what else these have."""
     texts = hashlib.sha256()
     for row in rows:
         prompt = row["prompt"]
-        parts = prompt if isinstance(prompt, str) else [(message["role"], message["content"]) for message in prompt]
-        texts.update(json.dumps(parts).encode())
+        parts = prompt if isinstance(prompt, str) else [_parts_of(message) for message in prompt]
+        texts.update(json.dumps(parts, default=str).encode())
     return texts.hexdigest()
+
+
+def _parts_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Role, content, and the rest if there is any: a chat template may read it."""
+    rest = {
+        key: value for key, value in sorted(message.items()) if key not in ("role", "content") and value is not None
+    }
+    return (message["role"], message["content"], *([rest] if rest else []))
 
 
 @lru_cache(maxsize=1)

@@ -131,7 +131,7 @@ def report(recipe: Recipe, metrics: Metrics) -> str:
         **({"evaluation": "done before and after the step"} if recipe.has_eval else {}),
         "checkpoint": "written and removed",
     }
-    rest = "memory, speed, downloads, vLLM, trackers, your chat template, the length of your prompts, what is learned"
+    rest = "memory, speed, downloads, vLLM, trackers, a resume, your chat template, prompts' lengths, what is learned"
     checked = textwrap.indent(format_facts(lines), "  ")
     return f"dry run, one step:\n{checked}\nnot checked: {', '.join([rest, *not_checked])}\ndry run: ok"
 

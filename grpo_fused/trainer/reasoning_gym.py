@@ -33,7 +33,7 @@ def problems(
     Args:
         name: A data set of reasoning-gym, such as "chain_sum", or "composite".
         options: Its options, except `seed` and `size`.
-        seed: Of the run.
+        seed: Of the run; one and the same plus 2048 give the same problems.
         held_out: Problems for evaluation: other seeds than those of training.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from itertools import islice
@@ -13,7 +14,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from grpo_fused.trainer.data import Batches, check_rows, epoch_order, load_rows
+from grpo_fused.trainer.data import Batches, check_rows, epoch_order, hash_of_prompts, load_rows
 
 FILES = Path(__file__).parent / "files"
 CHAT = [{"role": "user", "content": "1+1?"}]
@@ -331,14 +332,27 @@ def test_another_state_is_refused(change: Any) -> None:
         ("Count.", "Count!"),
         ([{"role": "user", "content": "Count."}], [{"role": "system", "content": "Count."}]),
         ([{"role": "user", "content": "Count."}], "Count."),
+        (
+            [{"role": "user", "content": "Count.", "name": "Ada"}, {"role": "user", "content": "On."}],
+            [{"role": "user", "content": "Count.", "name": "Bob"}, {"role": "user", "content": "On."}],
+        ),
     ],
 )
 def test_a_state_of_other_prompts_is_refused(first: Any, second: Any) -> None:
     rows = [{"prompt": "Say 1.", "answer": 1}, {"prompt": first, "answer": 2}]
     state = Batches(rows, 1).state_dict()
     Batches([dict(row, answer=7) for row in rows], 1).load_state_dict(state)
+    if isinstance(first, list):  # as `datasets` fills what a message does not have
+        Batches([rows[0], {"prompt": [{"tool": None, **part} for part in first]}], 1).load_state_dict(state)
     others = Batches([rows[0], {"prompt": second, "answer": 2}], 1)
     with pytest.raises(ValueError, match="must have the prompts that the run began with; got 2 others"):
         others.load_state_dict(state)
     del state["prompts"]  # as older checkpoints
     others.load_state_dict(state)
+
+
+def test_the_hash_of_prompts_is_that_of_older_checkpoints() -> None:
+    """Runs are resumed with later releases."""
+    rows = [{"prompt": "Say 1."}, {"prompt": [{"role": "user", "content": "Count.", "name": None}]}]
+    want = hashlib.sha256(b'"Say 1."[["user", "Count."]]').hexdigest()
+    assert hash_of_prompts(rows) == want
