@@ -77,6 +77,17 @@ def test_accuracy_under_a_saturated_softcap(softcap, impl):
         assert frobenius_error(gradient, want.gradients()[name]) <= bound, name
 
 
+@pytest.mark.parametrize("impl", [impl for impl in ENGINES if impl != "triton"])  # docs/numerics.md
+def test_a_low_temperature_after_a_wide_softcap(impl):
+    """Far below the cap tanh is nearly its argument: an error in proportion to the cap would be 40,000 times too much."""
+    case = make_case(5, B=2, T=16, H=16, V=300, dtype=torch.float32, logit_std=5.0, extras=False)
+    given = case.hidden_states * 0.01, case.lm_head_weight, case.completion_ids
+    options = {"softcap": 400.0, "temperature": 0.01}
+    want = fused_linear_logprobs(*(x.double() if x.is_floating_point() else x for x in given), **options).logps
+    got = fused_linear_logprobs(*given, **options, impl=impl).logps
+    assert (got - want).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize(("impl", "bound"), [("chunked", 5e-3), ("native", 2e-2), ("triton", 1e-4)])
 def test_a_target_on_the_flat_part_of_a_softcap(impl, bound):
     """1 - tanh^2 is 2e-5 there; `chunked` and `native` take it from z, whose last bit is 4e-3 of it."""

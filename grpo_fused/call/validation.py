@@ -240,7 +240,7 @@ def check_head_numbers(temperature: Tensor | float, logit_scale: float, softcap:
     """Temperature > 0 (a number, or a tensor for sequences or tokens), finite scale, softcap in (0, 400]."""
     check_number(logit_scale, "logit_scale")
     if softcap is not None:
-        check_number(softcap, "softcap", above=0.0, most=400.0)  # tanh is exact to 2.5e-7 of the cap
+        check_number(softcap, "softcap", above=0.0, most=400.0)  # kernels have tanh to 2.5e-7 of the cap
     if isinstance(temperature, Tensor):
         check_tensor(temperature, "temperature", FLOAT, *([()] if temperature.dim() == 0 else _spreadable(layout)))
     else:
