@@ -168,7 +168,7 @@ class TokenObjective:
     """[K] int64: those of the work"""
     config: GRPOLossConfig
     place: Callable[[Statistics], Statistics] | None = None
-    """from the scores of all rows to those of the N positions, where these are known then: all are evaluated at once"""
+    """takes the scores of all rows and returns those of the N positions, if all are known then: they are evaluated"""
     result: Objective | None = None
     """of the N positions, once they are evaluated"""
 
