@@ -140,7 +140,7 @@ def test_products(needs, products):
     with torch.no_grad(), CostRecorder() as recorded:
         linear_divergence.body(call_of(pair, Needs(*needs, False), 2_000_000))
     assert recorded.products(64, 16, 1000) == products
-    best = torch.zeros(64, 3, dtype=torch.int64), torch.full((64, 3), -2.0)
+    best = torch.arange(3).expand(64, 3), torch.full((64, 3), -2.0)
     with torch.no_grad(), CostRecorder() as recorded:
         linear_divergence.body(call_of(pair, Needs(*needs, False), 2_000_000, *best))
     assert recorded.products(64, 16, 1000) == products - 1

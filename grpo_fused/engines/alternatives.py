@@ -127,9 +127,8 @@ class Alternatives:
         if transform.softcap is not None:
             capped = (logp + stats.log_sum[row] + stats.max[row]) * transform.temperature / transform.softcap
             dz = dz * (1.0 - capped.square())
-        dz = dz * transform.logit_scale / transform.temperature
-        active = tokens.mask[rows[row]]
-        return total.to(dlogp.dtype), Entries(row[active], ids[active], dz[active].to(dlogp.dtype))
+        dz = dz * transform.logit_scale / transform.temperature  # 0 where masked, as what it is made of
+        return total.to(dlogp.dtype), Entries(row, ids, dz.to(dlogp.dtype))
 
     def _z(self, rows: Tensor) -> Tensor:
         """[m] of the alternatives of `rows` that this head has, 0 for others."""
