@@ -79,7 +79,7 @@ def test_accuracy_under_a_saturated_softcap(softcap, impl):
 
 @pytest.mark.parametrize("impl", [impl for impl in ENGINES if impl != "triton"])  # docs/numerics.md
 def test_a_low_temperature_after_a_wide_softcap(impl):
-    """Far below the cap tanh is nearly its argument: an error in proportion to the cap would be 40,000 times too much."""
+    """An absolute error of tanh would be multiplied by the cap over the temperature, 40,000."""
     case = make_case(5, B=2, T=16, H=16, V=300, dtype=torch.float32, logit_std=5.0, extras=False)
     given = case.hidden_states * 0.01, case.lm_head_weight, case.completion_ids
     options = {"softcap": 400.0, "temperature": 0.01}
