@@ -120,7 +120,7 @@ def report(recipe: Recipe, metrics: Metrics) -> str:
     model = "a random model of 35,000 parameters" + (" with your LoRA options" if recipe.lora else "")
     lines = {
         "options": "each is known, of its type and in its range",
-        "rows": f"two of {recipe.dataset}" if has_rows(recipe) else "two examples, in place of your data",
+        "rows": f"at most two of {recipe.dataset}" if has_rows(recipe) else "two examples, in place of your data",
         "model": f"{model}, in place of {recipe.model}",
         "rollout": f"{recipe.num_generations} completions of each prompt, {metrics['completion_length']:.0f} tokens",
         "rewards": f"{means}; on random text many are 0",

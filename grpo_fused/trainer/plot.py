@@ -93,7 +93,10 @@ def main(argv: Sequence[str]) -> None:
     try:
         print(f"wrote {plot_run(arguments.run, arguments.out, arguments.title)}")
     except FileNotFoundError as error:
-        place = f"{error.filename}{from_here(Path(error.filename))}"
+        missing = Path(error.filename)
+        if missing not in (arguments.run, arguments.run / "metrics.jsonl"):
+            raise SystemExit(f"grpo-fused plot: error: {error}") from None
+        place = f"{missing}{from_here(missing)}"
         raise SystemExit(f"grpo-fused plot: error: run must be the output_dir of a run; no file {place}") from None
     except (OSError, ValueError) as error:
         raise SystemExit(f"grpo-fused plot: error: {error}") from error

@@ -10,15 +10,15 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_fused.rollouts.errors import PromptError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
 
 
 def check_prompt(prompt: object, where: str) -> None:
     """Raises unless the prompt is a text that is not blank, or chat messages that a model can answer.
 
-    Chat messages are a list of `{"role": ..., "content": ...}` with texts, further keys allowed. The last message is
-    what the model answers: it must not be blank and not be the assistant's.
+    Chat messages are a list of `{"role": ..., "content": ...}` with texts, further keys allowed; one with `tool_calls`
+    may have None for its content. The last message is what the model answers: not blank, and not the assistant's.
 
     Args:
         prompt: Anything.
@@ -34,11 +34,11 @@ def check_prompt(prompt: object, where: str) -> None:
             f'{where}: expected a prompt that is a str or a list of chat messages {{"role": ..., "content": ...}} with '
             f"texts; got {prompt!r:.200}"
         )
-    if messages[-1]["role"] == "assistant" or not messages[-1]["content"].strip():
+    if messages[-1]["role"] == "assistant" or not (messages[-1]["content"] or "").strip():
         raise ValueError(
             f"{where}: expected a last message that is not blank and not the assistant's; got {prompt!r:.80}"
         )
-    text = "".join(message["content"] for message in messages)
+    text = "".join(message["content"] or "" for message in messages)
     if text != text.encode(errors="ignore").decode():
         raise ValueError(f"{where}: expected texts of whole characters, no lone surrogates; got {prompt!r:.80}")
 
@@ -103,11 +103,12 @@ def prompt_text(prompt: Prompt) -> str:
     """The prompt as readable text; a chat has one paragraph for each message, `role: content`."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return "\n\n".join(f"{message['role']}: {message['content'] or ''}" for message in prompt)
 
 
 def _is_message(message: object) -> bool:
     if not isinstance(message, Mapping):
         return False
     role, content = message.get("role"), message.get("content")
-    return isinstance(role, str) and bool(role) and isinstance(content, str)
+    is_call = content is None and bool(message.get("tool_calls"))
+    return isinstance(role, str) and bool(role) and (isinstance(content, str) or is_call)

@@ -19,7 +19,7 @@ PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 # ChatML. END closes a turn and is the EOS, so that the policy ends its turn as it ends a text.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') + '<|im_end|>\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )

@@ -13,6 +13,8 @@ from grpo_fused.trainer.tiny import tiny_tokenizer
 
 USER = {"role": "user", "content": "1+1?"}
 CHAT = [{"role": "system", "content": "Be brief."}, USER]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "[1, 1]"}}]}
+CALLED = [USER, CALL, {"role": "tool", "content": "2"}]
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, USER]
         pytest.param([*CHAT, {"role": "assistant", "content": "2"}, USER], id="several-turns"),
         pytest.param([{"role": "system", "content": ""}, USER], id="blank-system-message"),
         pytest.param([USER | {"name": "Ada"}], id="another-key"),
+        pytest.param(CALLED, id="tool-call"),
         pytest.param("\U0001f600", id="astral-character"),
     ],
 )
@@ -44,6 +47,8 @@ def test_good_prompts(prompt: Any) -> None:
         pytest.param([{"content": "1+1?"}], TypeError, r"got \[{'content'", id="no-role"),
         pytest.param([{"role": "", "content": "1"}], TypeError, "got .*'role': ''", id="blank-role"),
         pytest.param([USER | {"content": None}], TypeError, "got .*'content': None", id="content-none"),
+        pytest.param([CALL | {"tool_calls": []}, USER], TypeError, "got .*'content': None", id="no-tool-call"),
+        pytest.param([USER, CALL | {"role": "user"}], ValueError, "last message that is not blank", id="call-last"),
         pytest.param([USER | {"content": [{"type": "text"}]}], TypeError, r"got .*\[{'type'", id="content-in-parts"),
         pytest.param([USER | {"content": " "}], ValueError, "last message that is not blank", id="blank-last-message"),
         pytest.param("1\ud8001", ValueError, r"no lone surrogates; got '1\\ud8001'", id="surrogate"),
@@ -71,6 +76,13 @@ def test_chat_messages_open_the_turn_of_the_assistant() -> None:
     assert tokenizer.decode(ids) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_a_call_of_a_tool_has_no_text() -> None:
+    tokenizer = tiny_tokenizer()
+    text = tokenizer.decode(encode_prompt(tokenizer, CALLED))
+    assert text.endswith("assistant\n<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt_text(CALLED).endswith("\n\nassistant: \n\ntool: 2")
 
 
 def test_a_template_adds_the_special_tokens_once() -> None:

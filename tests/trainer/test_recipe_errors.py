@@ -358,16 +358,21 @@ def test_a_name_that_does_not_exist_is_asked_for_once(recipe: Path, monkeypatch:
         (["train", "--config", "recipe.yaml", "--dataset", "no.jsonl"], "expected a file at 'no.jsonl' (from {here})"),
         (["train", "--config", "recipe.yaml", "--rewards", "[{{function: no.py:f}}]"], "got 'no.py:f' (from {here})"),
         (["plot", "nowhere"], "no file nowhere (from {here})"),
+        (
+            ["plot", "metrics.jsonl", "--out", "/proc/none/a.png"],
+            "error: [Errno 2] No such file or directory: '/proc/none'",
+        ),
         (["train", "--config", "recipe.yaml", "--loss.beta=-1"], "command line: loss.beta must be at least 0"),
         (["train", "--config", "recipe.yaml", "--lora.r=0"], "command line: lora.r must be at least 1"),
     ],
-    ids=["config", "data", "function", "plot", "loss", "lora"],
+    ids=["config", "data", "function", "plot", "image", "loss", "lora"],
 )
 def test_errors_name_the_folder_or_the_option(
     recipe: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(recipe.parent)
+    Path("metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
     with pytest.raises(SystemExit) as ended:
         main([word.format() for word in arguments])
     assert message.format(here=recipe.parent) in capsys.readouterr().err + str(ended.value)
