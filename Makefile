@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
-.PHONY: help demo test test-full lint quantized trl oldest axolotl swift megatron deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate gate-ids emulate-nvidia docs docs-test clean
+.PHONY: help demo test test-full lint quantized trl oldest axolotl swift megatron deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate emulate-cpu gate-ids emulate-nvidia docs docs-test clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -160,14 +160,28 @@ bench-cpu: $(VENV)/.dev $(VENV)/.native  ## the CPU engines, the bare products a
 # The package is built again, instrumented, outside of the checkout. ASan must be loaded first (nvcc does not
 # run with it); leaks are torch's own.
 SANITIZED := build/sanitized
+NATIVE_TESTS := --ignore=tests/native/test_cuda_compile.py tests/native tests/test_candidates.py tests/test_candidate_sets.py \
+  tests/test_head_parts.py
 SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 sanitize: $(VENV)/.dev  ## the native engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	GRPO_FUSED_BUILD=cpu CFLAGS="$(SANITIZE)" CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" \
 	  $(BIN)/python setup.py -q build -b $(SANITIZED) --build-lib $(SANITIZED)/lib
 	nm -D $(SANITIZED)/lib/grpo_fused/_C.abi3.so | grep -q __asan_report  # checks that it is instrumented
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
-	  $(BIN)/python -m pytest -q -o pythonpath="$(SANITIZED)/lib tests" --ignore=tests/native/test_cuda_compile.py \
-	    tests/native tests/test_candidates.py tests/test_candidate_sets.py tests/test_head_parts.py
+	  $(BIN)/python -m pytest -q -o pythonpath="$(SANITIZED)/lib tests" $(NATIVE_TESTS)
+
+# The library is compiled from a copy without the pragmas that allow the compiler these instructions.
+EMULATED := build/emulated
+EMULATE := -O2 -mavx2 -mfma -mf16c -Wno-psabi -include $(CURDIR)/tests/native/emulated_avx512.h
+emulate-cpu: $(VENV)/.dev  ## the native engine's tests on AVX-512 and AMX in an emulation for AVX2 (needs libsimde-dev; 30 minutes)
+	@echo '#include <simde/x86/avx512.h>' | $${CXX:-g++} -E -x c++ -o /dev/null - || { echo "the emulation needs SIMDe (libsimde-dev)"; exit 1; }
+	rm -rf $(EMULATED)
+	mkdir -p $(EMULATED)/src
+	cp -r csrc kernels grpo_fused setup.py pyproject.toml README.md $(EMULATED)/src
+	sed -i '/^#pragma GCC target/d' $(EMULATED)/src/csrc/cpu/kernels_*.cpp
+	cd $(EMULATED)/src && GRPO_FUSED_BUILD=cpu CXXFLAGS="$(EMULATE)" $(abspath $(BIN))/python -W ignore setup.py -q build --build-lib ../lib
+	for isa in amx avx512 avx512f; do \
+	  GRPO_FUSED_ISA=$$isa $(PYTEST) -o pythonpath="$(EMULATED)/lib tests" $(NATIVE_TESTS) || exit 1; done
 
 # Uses the interpreter that is active if it has a CUDA torch, else $(VENV): GPU machines often have their own torch.
 GPU_PYTHON ?= $(shell python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && echo python3 || echo $(BIN)/python)

@@ -8,8 +8,8 @@
 
 namespace grpo {
 
-// The content of an operand's words. `pieces`: three bf16 numbers that sum to an fp32 one, to its last bit, so that
-// products of bf16 can take its place.
+// The content of an operand's words. `pieces`: three bf16 numbers that sum to an fp32 one, to its last bit if it is above
+// 1e-33, so that products of bf16 can take its place.
 enum class Operand { fp32, bf16, pieces };
 
 inline int64_t per_word(Operand kind) { return kind == Operand::fp32 ? 1 : 2; }

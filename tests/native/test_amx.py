@@ -66,14 +66,15 @@ def test_products_of_pieces(amx, depth, add):
 
 
 def multiply(amx, rows, depth, a, b, lanes, c, add):
-    """Fails if a processor would refuse an instruction. a [rows, (pieces,) numbers], b [(pieces,) words, 64, 2]."""
+    """a [rows, (pieces,) numbers], b [(pieces,) words, 64, 2]. The process ends at an instruction that AMX would refuse."""
     int64, pointer = ctypes.c_int64, ctypes.c_void_p
-    refused = amx.multiply(
+    amx.multiply.restype = ctypes.c_bool
+    released = amx.multiply(
         ctypes.c_bool(a.dim() == 3), int64(rows), int64(depth), pointer(a.data_ptr()), int64(a.stride(0) // 2),
         int64(a.stride(-2) // 2), pointer(b.data_ptr()), int64(b.stride(0) // 2), int64(lanes),
         pointer(c.data_ptr()), ctypes.c_bool(add),
     )  # fmt: skip
-    assert refused == 0
+    assert released
 
 
 def pieces_of(x):
