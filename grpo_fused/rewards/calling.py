@@ -18,7 +18,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 Rewards = Sequence[float | None] | Awaitable[Sequence[float | None]]
@@ -185,27 +185,49 @@ def _gathered(awaited: Mapping[str, Awaitable[object]], timeout: float | None) -
             for task in tasks.values():
                 task.cancel()
 
-    future = asyncio.run_coroutine_threadsafe(all_of_them(), _event_loop(os.getpid()))
+    loop, coroutine = _event_loop(os.getpid()), all_of_them()
     try:
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         # Each may block the loop for its own time limit before the next one does.
         return future.result(None if timeout is None else timeout * len(awaited) + 1.0)
     except concurrent.futures.TimeoutError:
-        _event_loop.cache_clear()  # what blocks it cannot be cancelled
+        _event_loop.cache_clear()  # what blocks it cannot be cancelled; it ends when that returns
+        loop.call_soon_threadsafe(loop.stop)
         names = " or ".join(map(repr, awaited))
         raise RewardError(
             f"async reward function {names} took longer than its {timeout:g} s and blocks the event loop"
         ) from None
-    finally:
-        future.cancel()  # after a KeyboardInterrupt; does nothing to a finished one
+    finally:  # not future.cancel: a KeyboardInterrupt may come before there is a future
+        with contextlib.suppress(RuntimeError):  # the loop is closed, after all of its tasks
+            loop.call_soon_threadsafe(_cancel, coroutine)
+
+
+def _cancel(coroutine: Coroutine[Any, Any, object]) -> None:
+    """On the loop: cancels the task that runs the coroutine, if it has not finished."""
+    for task in asyncio.all_tasks():
+        if task.get_coro() is coroutine:
+            task.cancel()
 
 
 @functools.lru_cache(maxsize=1)
 def _event_loop(process_id: int) -> asyncio.AbstractEventLoop:
     """One loop for all async functions of a process, in its own thread, which does not survive a fork.
 
-    It exists as long as the process, because an HTTP client that a user creates once is bound to the loop of its first
-    request; and in a thread, because a notebook already runs its own loop.
+    It exists as long as the process or until something blocks it, because an HTTP client that a user creates once is
+    bound to the loop of its first request; and in a thread, because a notebook already runs its own loop.
     """
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward-event-loop", daemon=True).start()
+    threading.Thread(target=_serve, args=(loop,), name="reward-event-loop", daemon=True).start()
     return loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Runs a loop until it is stopped, and then what is left on it to the end: other threads may wait for it."""
+
+    async def rest() -> None:
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(tasks)
+
+    loop.run_forever()
+    loop.run_until_complete(rest())
+    loop.close()

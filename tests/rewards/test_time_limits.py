@@ -241,6 +241,32 @@ def test_an_async_function_that_blocks_the_loop_is_abandoned() -> None:
     assert score(0.5, fine=fine) == [[1.0], [1.0]]  # it does not wait for the one that blocks
 
 
+def test_an_abandoned_loop_ends_when_it_is_free_again() -> None:
+    """Else each one would keep a thread and three open files."""
+    blocks, loops, threads, cancelled = threading.Event(), [], [], threading.Event()
+
+    async def waits(**_: Any) -> list[float]:
+        loops.append(asyncio.get_running_loop())
+        threads.append(threading.current_thread())
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+        return [0.0, 0.0]
+
+    async def blocker(**_: Any) -> list[float]:
+        blocks.wait(60)
+        return [0.0, 0.0]
+
+    with pytest.raises(RewardError, match="blocks the event loop"):
+        score(0.1, waits=waits, blocker=blocker)
+    blocks.set()
+    threads[0].join(5)
+    assert not threads[0].is_alive()
+    assert loops[0].is_closed()
+    assert cancelled.is_set()
+
+
 def test_each_async_function_may_block_the_loop_for_its_own_limit() -> None:
     async def blocker(**_: Any) -> list[float]:
         time.sleep(0.2)
@@ -266,6 +292,28 @@ def test_an_interrupt_cancels_async_functions() -> None:
             score(waits=waits)
     finally:
         signal.signal(signal.SIGALRM, previous)
+    assert ended.wait(5)
+
+
+def test_an_interrupt_before_there_is_a_future_cancels_async_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended, start = threading.Event(), threading.Event(), asyncio.run_coroutine_threadsafe
+
+    def interrupted(*arguments: Any) -> None:
+        start(*arguments)
+        assert begun.wait(5)
+        raise KeyboardInterrupt
+
+    async def waits(**_: Any) -> list[float]:
+        try:
+            begun.set()
+            await asyncio.sleep(30)
+        finally:
+            ended.set()
+        return [0.0, 0.0]
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        score(waits=waits)
     assert ended.wait(5)
 
 
