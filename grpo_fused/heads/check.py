@@ -34,6 +34,9 @@ NUM_TOKENS = 8
 PEAKS = (1.0, 4.0, 16.0, 32.0, 64.0)
 """Largest |logit| of the rows, before a softcap: from where a cap has no effect to where one of 50 removes a third."""
 
+KEPT_FORMS = 64
+"""Of a model: the latest states of its head that were checked. Each new hook or adapter makes another."""
+
 _verified: weakref.WeakKeyDictionary[nn.Module, dict[object, HeadForm]] = weakref.WeakKeyDictionary()
 
 
@@ -138,6 +141,8 @@ def _confirmed(
                 continue
             _check_fused(rows, logits, parts, form)
             known[key] = form
+            while len(known) > KEPT_FORMS:
+                del known[next(iter(known))]
             return form
     raise ValueError(
         f"the head of {type(inner).__name__} is not softcap(logit_scale * (h W^T + b)) as its config describes it, so "

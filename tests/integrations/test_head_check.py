@@ -29,6 +29,7 @@ from grpo_fused import (
     head_hidden_states,
     lm_head_inputs,
 )
+from grpo_fused.heads import check
 from grpo_fused.heads.check import ordinary_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames checkpointing
@@ -91,6 +92,17 @@ class Undeclared(Qwen2ForCausalLM):
         out = super().forward(*args, **kwargs)
         out.logits = self.transform(out.logits)
         return out
+
+
+def test_few_checked_states_of_a_head_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may register a hook for each step."""
+    monkeypatch.setattr(check, "KEPT_FORMS", 2)
+    model = build("qwen2")
+    for _ in range(4):
+        hook = model.lm_head.register_forward_hook(lambda *_: None)
+        lm_head_inputs(model)
+        hook.remove()
+    assert len(check._verified[model]) == 2
 
 
 @pytest.mark.parametrize("sharp", [True, False], ids=["sharp", "as-initialised"])
