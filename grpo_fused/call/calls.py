@@ -411,9 +411,10 @@ def tensors_in(call: tuple[Any, ...]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, tuple):
             yield from tensors_in(value)
+        elif isinstance(value, Mapping):
+            yield from tensors_in(tuple(value.values()))
 
 
-@cache
 def _argument(outer: str, inner: str) -> str:
     """The public name of a field of an inner tuple, such as `lm_head_weight`, `other_softcap` and `candidate_ids`."""
     if outer.endswith("lm_head"):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from grpo_fused.call.calls import (
     CustomCall,
@@ -23,6 +24,7 @@ from grpo_fused.call.calls import (
     LossInputs,
     layout_of,
     named,
+    tensors_in,
 )
 from grpo_fused.call.candidates import CandidateSets, check_alternative_values, check_sets, check_values
 from grpo_fused.call.config import GRPOLossConfig
@@ -365,8 +367,10 @@ def as_num_items(value: float | Tensor | None, device: torch.device) -> Tensor |
 
 
 def check_devices(call: Any) -> None:
-    """All tensors of a call (`calls.py`) are on one device."""
-    check_one_device(**dict(named(call)))
+    """All tensors of a call (`calls.py`) are plain ones on one device; names are made where one is not."""
+    kinds = {(type(x), x.device) for x in tensors_in(call)}
+    if len({device for _, device in kinds}) > 1 or any(kind not in (Tensor, Parameter) for kind, _ in kinds):
+        check_one_device(**dict(named(call)))
 
 
 def check_one_device(**values: object) -> None:
