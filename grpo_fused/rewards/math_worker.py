@@ -5,11 +5,15 @@ Run from its source (`math_verifier.py`), never imported by the package, so it i
 
 import contextlib
 import json
+import math
 import os
+import re
 import signal
 import sys
+from typing import Any
 
 MEMORY_BYTES = 2 << 30
+MATH_MODE = re.compile(r"\\?\$|(?<!\\)\\[()\[\]]")  # not the \\[2pt] of a matrix
 
 
 def limit_memory() -> None:
@@ -27,6 +31,19 @@ def limit_time(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
+def precision(right: Any) -> tuple[int, int]:
+    """The decimals of a float and of any other number that must agree: math-verify's 6 and 15, more for one near 0.
+
+    At least four digits of it must agree; 6.6e-34 would be equal to 0.0.
+    """
+    try:
+        zeros = -math.floor(math.log10(abs(float(getattr(right, "rhs", right)))))
+    except (TypeError, ValueError, OverflowError):  # a formula, a set, 0, infinity
+        zeros = 0
+    more = max(0, zeros - 3)
+    return 6 + more, 15 + more
+
+
 def main() -> None:
     """Answers questions until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -41,8 +58,9 @@ def main() -> None:
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
 
     def read(text: str) -> list[object]:
-        box = "\\boxed{" + text.replace("\\$", "").replace("$", "") + "}"
-        return list(parse(box, extraction_config=latex, fallback_mode="no_fallback", parsing_timeout=None))
+        box = "\\boxed{" + MATH_MODE.sub("", text).strip().removesuffix(".") + "}"
+        # The first match is the whole box. Any other is a part of a text that cannot be read, such as a fraction in it.
+        return list(parse(box, latex, "no_fallback", "first_match", parsing_timeout=None))
 
     for line in sys.stdin:
         reference, answer, seconds = json.loads(line)
@@ -50,7 +68,7 @@ def main() -> None:
         try:
             right = read(reference)
             found = read(answer) if right else []
-            same = bool(found) and verify(right, found, timeout_seconds=None)
+            same = bool(found) and verify(right, found, *precision(right[0]), timeout_seconds=None)
         except Exception:
             same = False
         limit_time(0.0)

@@ -137,6 +137,14 @@ def test_answers(completion: str, right: str | float | None, expected: float, wi
         pytest.param("1{,}000", "1000", 1.0, id="thousands"),
         pytest.param(r"10,\!080", "10080", 1.0, id="thousands-of-MATH"),
         pytest.param("- 3", "-3", 1.0, id="sign-apart"),
+        pytest.param(r"3\frac{1}{2}.", "3.5", 1.0, id="full-stop"),
+        pytest.param(r"3\frac{1}{2}.", "0.5", 0.0, id="a-part-of-a-mixed-number"),
+        pytest.param(r"is it \int? \frac{1}{3}", r"\sqrt{1/9}", 0.0, id="a-part-of-a-text"),
+        pytest.param("0.0", r"6.6 \times 10^{-34}", 0.0, id="zero-for-a-small-number"),
+        pytest.param(r"6.7 \times 10^{-34}", r"6.6 \times 10^{-34}", 0.0, id="another-small-number"),
+        pytest.param(r"0.66 \times 10^{-33}", r"6.6 \times 10^{-34}", 1.0, id="the-same-small-number"),
+        pytest.param("0.0", r"x = 3 \times 10^{-7}", 0.0, id="zero-for-a-small-assignment"),
+        pytest.param("0.333333", r"\sqrt{1/9}", 1.0, id="six-decimals"),
     ],
 )
 def test_formulas(answer: str, right: str, expected: float) -> None:
