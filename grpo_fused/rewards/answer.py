@@ -14,7 +14,7 @@ _MAX_CHARACTERS = 100  # a limit against attacks: Fraction("1e999999999") would 
 # sign, the number itself, its divisor
 _NUMBER = re.compile(
     r"([-+]?\\?\$?|\\?\$?[-+])"
-    r"(?=\.?[0-9])((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]*)?)(?:/([0-9]+))?(?:\\?%)?"
+    r"(?=\.?[0-9])((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]*)?)(?:/([0-9]+))?(?:\s*\\?%)?"
 )
 _LATEX_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 
@@ -30,7 +30,8 @@ _ONE_NUMBER = re.compile(
     )
     (?:  # the unit: no number, and no operator but the slash of km/h and the exponent of m^2
         [\sA-Za-z°%.] | \\[%,;:!\ ] | \\(?:text|textbf|mathrm|mbox)\s*\{[A-Za-z.%/°\ ]*\}
-        | \^?\{?(?:\\circ|\\degree)\}? | (?<=[A-Za-z])/(?=[A-Za-z]) | (?<=[A-Za-z}])\^\{?[23]\}?
+        | \^?\{?(?:\\circ|\\degree)\}? | (?<=[A-Za-z])/(?=[A-Za-z])
+        | (?:(?<=[A-Za-z])|(?<=[A-Za-z]\}))\^\{?[23]\}?
     )*
     """,
     re.VERBOSE,

@@ -39,6 +39,7 @@ GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = 72 al
         pytest.param("0\\", None, id="backslash"),
         pytest.param(r"50\%", 50, id="escaped-percent"),
         pytest.param("50%.", 50, id="full-stop-after-percent"),
+        pytest.param(r"3/4 \%", Fraction(3, 4), id="percent-apart"),
         pytest.param("3/4", Fraction(3, 4), id="fraction"),
         pytest.param(r"-\dfrac{3}{4}", Fraction(-3, 4), id="latex-fraction"),
         pytest.param(".5", Fraction(1, 2), id="bare-decimals"),
@@ -159,6 +160,7 @@ def test_formulas(answer: str, right: str, expected: float) -> None:
         "12*3+6", "12 \\times 3 + 6", "6\\cdot 7", "(6)(7)", "84/2", "42/1", r"\frac{84}{2}", "41+1", "43-1", "2^5+10",
         r"\sqrt{1764}", "|42|", "42=42", r"4.2\times 10^1", "84.0/2", "x=41+1", "41 + 1 cm", r"\text{41+1}", "(41+1)",
         r"21\text{ times 2}", "42 - 0", "42 0/1", "--42", "7!/120", "4,2", "(4,2)", "42,", "42{,}0",
+        r"3\frac{1}{2}^2",
     ],
 )  # fmt: skip
 def test_an_expression_is_not_its_value(answer: str) -> None:
