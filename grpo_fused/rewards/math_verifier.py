@@ -46,13 +46,14 @@ class _Worker:
 
     def __init__(self) -> None:
         self.pid = os.getpid()  # a fork must not use its parent's pipes
+        source = (Path(__file__).parent / "math_worker.py").read_text(encoding="utf-8")
         self.process = subprocess.Popen(
-            # The source as -c: run as a file, it would put this folder in front of the standard library.
-            [sys.executable, "-c", (Path(__file__).parent / "math_worker.py").read_text(encoding="utf-8")],
+            # The source as -c: run as a file, it would put this folder in front of the standard library; with this
+            # process's own path, or -c would put the working folder there.
+            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{source}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             text=True,
             encoding="utf-8",
             start_new_session=True,  # Ctrl-C ends training after its step, which still asks

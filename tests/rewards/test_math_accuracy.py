@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -274,6 +275,16 @@ def test_hostile_formulas_end_and_take_little_memory() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_module_of_the_working_folder_is_not_imported(tmp_path: Path) -> None:
+    """It could belong to a model from a stranger."""
+    pytest.importorskip("math_verify")
+    (tmp_path / "sympy.py").write_text("raise ImportError")
+    (tmp_path / "elsewhere").mkdir()
+    script = tmp_path / "elsewhere" / "script.py"
+    script.write_text("from grpo_fused.rewards import math_verifier\nassert math_verifier.equal('xx', 'x^2', 2.0)")
+    subprocess.run([sys.executable, str(script)], cwd=tmp_path, timeout=180, check=True)
 
 
 def test_ctrl_c_does_not_end_the_worker() -> None:
