@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -55,8 +56,8 @@ def math_accuracy_reward(
     Raises:
         ImportError: `use_math_verify=True` or `accept_expressions=True` without it.
         TypeError: A right answer is neither text, number nor None, or an option is of another type.
-        ValueError: Neither column, a column of another length than the completions, or `accept_expressions=True` with
-            `use_math_verify=False`.
+        ValueError: Neither column, a column of another length than the completions, a right answer that is NaN or
+            infinite, or `accept_expressions=True` with `use_math_verify=False`.
 
     Source: the accuracy rewards of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2) and Open-R1; GSM8K (arXiv 2110.14168).
     """
@@ -79,6 +80,8 @@ def math_accuracy_reward(
     def judge(completion: Text, right: object) -> float | None:
         if isinstance(right, bool) or not isinstance(right, (str, int, float)):
             raise TypeError(f"the {column} column must hold str, int, float or None; got {type(right).__name__}")
+        if isinstance(right, float) and not math.isfinite(right):
+            raise ValueError(f"the {column} column must hold finite numbers, or None for no answer; got {right}")
         answer, reference = stated_answer(text_of(completion)), reference_answer(digits_of(right))
         if answer is None:
             return 0.0

@@ -370,6 +370,8 @@ def test_wrong_calls_say_what_was_expected() -> None:
         math_accuracy_reward(["72"], solution=["72", "73"])
     with pytest.raises(TypeError, match="answer column must hold str, int, float or None; got list"):
         math_accuracy_reward(["72"], [["72"]])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="answer column must hold finite numbers, or None for no answer; got nan"):
+        math_accuracy_reward(["<answer>NaN</answer>"], [float("nan")])
     for name in ("seconds", "total_seconds"):
         with pytest.raises(ValueError, match=f"^{name} must be > 0; got 0"):
             math_accuracy_reward(["72"], ["72"], **{name: 0})
