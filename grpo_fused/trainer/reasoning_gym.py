@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_fused.trainer.evaluated_answers import EVALUATE_ANSWERS, is_harmless
 from grpo_fused.trainer.tasks import THINK_THEN_ANSWER, Task
 
 CHUNK = 500
@@ -93,6 +94,8 @@ def _make(name: str, options: Mapping[str, Any], seed: int) -> Any:
 
 
 def _score(score_answer: Callable[[str, Any], float], entry: Any, answer: str) -> float:
+    if entry["metadata"].get("source_dataset") in EVALUATE_ANSWERS and not is_harmless(answer):
+        return 0.0
     try:
         return float(score_answer(answer, entry))
     except Exception:  # of 0.1.25, three verifiers raise for an answer that they cannot read

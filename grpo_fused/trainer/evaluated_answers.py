@@ -1,0 +1,74 @@
+"""Answers for verifiers of reasoning-gym that evaluate them: only those that cannot run code."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from grpo_fused.rewards.arithmetic import evaluate_arithmetic
+
+# fmt: off
+EVALUATE_ANSWERS = frozenset([
+    "binary_matrix", "n_queens", "spiral_matrix", "string_insertion",  # by eval
+    "countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration",  # by SymPy
+])
+"""The data sets of reasoning-gym 0.1.25 whose verifiers evaluate the answer as Python code."""
+
+_NODES = (
+    ast.Expression, ast.Constant, ast.Name, ast.Load, ast.List, ast.Tuple, ast.BinOp, ast.UnaryOp, ast.Call,
+    ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd,
+)
+_FUNCTIONS = frozenset([
+    "exp", "log", "ln", "sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh",
+    "tanh", "Abs",
+])
+# fmt: on
+_MAX_CHARACTERS = 10_000
+_MAX_EXPONENT = 100
+_MAX_NUMBER = 1e100
+_WORDS = re.compile(r"[\w\s-]*")
+
+
+def is_harmless(answer: str) -> bool:
+    """Whether evaluating the answer runs no code of the policy's and makes no number of more than some hundred digits.
+
+    These are words and numbers (a row of a matrix, a board), lists of numbers and single characters, and formulas of
+    numbers, symbols, `+ - * / **` and SymPy's elementary functions; powers have a number as exponent.
+    """
+    if len(answer) > _MAX_CHARACTERS:
+        return False
+    try:
+        nodes = list(ast.walk(ast.parse(answer.strip(), mode="eval")))
+        has_text = any(isinstance(node, (ast.List, ast.Tuple)) or _is_text(node) for node in nodes)
+        return all(_is_allowed(node) and not (has_text and _multiplies(node)) for node in nodes)
+    except SyntaxError:  # also for the verifier, but SymPy reads more than Python, such as 9!
+        return bool(_WORDS.fullmatch(answer))
+    # Deep nesting and null bytes raise different errors in different Python versions.
+    except (ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _is_allowed(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        # SymPy evaluates a longer text, too
+        return len(node.value) == 1 if _is_text(node) else type(node.value) in (int, float) and node.value < _MAX_NUMBER
+    if isinstance(node, ast.Call):
+        inner = [each for argument in node.args for each in ast.walk(argument)]
+        return _calls(node, _FUNCTIONS) and not node.keywords and not any(_calls(each, {"exp"}) for each in inner)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        exponent = evaluate_arithmetic(ast.unparse(node.right))
+        is_small = exponent is not None and abs(exponent.value) <= _MAX_EXPONENT
+        return is_small and not any(isinstance(each, ast.Pow) for each in ast.walk(node.left))
+    return isinstance(node, _NODES)
+
+
+def _calls(node: ast.AST, names: frozenset[str] | set[str]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _multiplies(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Mult, ast.Pow))
