@@ -50,8 +50,9 @@ def is_harmless(answer: str) -> bool:
 
 def _is_allowed(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):
-        # SymPy evaluates a longer text, too
-        return len(node.value) == 1 if _is_text(node) else type(node.value) in (int, float) and node.value < _MAX_NUMBER
+        if isinstance(node.value, str):
+            return len(node.value) == 1  # SymPy evaluates a longer text, too
+        return isinstance(node.value, (int, float)) and node.value < _MAX_NUMBER
     if isinstance(node, ast.Call):
         inner = [each for argument in node.args for each in ast.walk(argument)]
         return _calls(node, _FUNCTIONS) and not node.keywords and not any(_calls(each, {"exp"}) for each in inner)
