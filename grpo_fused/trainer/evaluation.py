@@ -38,12 +38,12 @@ def evaluate(sampler: Sampler, rows: Sequence[Row], config: GRPOTrainerConfig, *
         batch = mine[start : start + batch_size]
         requested = batch + [rows[0]] * (min(batch_size, most - start) - len(batch))
         _, rewards = sampler.sample(requested, replace(sampling, greedy=True, num_generations=1))
-        greedy = rewards[: len(batch)].double().cpu()
+        greedy = rewards[: len(batch)].double()
         sums[0, : len(names)] += greedy.nansum(0)
         sums[1, : len(names)] += (~greedy.isnan()).sum(0)
         if samples:
             _, rewards = sampler.sample(requested, replace(sampling, num_generations=samples))
-            sampled = rewards[:, success].reshape(-1, samples)[: len(batch)].cpu()
+            sampled = rewards[:, success].reshape(-1, samples)[: len(batch)]
             for row in sampled[~sampled.isnan().all(1)]:
                 right = int((row > 0.5).sum())
                 sums[0, -2:] += torch.tensor([pass_at_k(samples, right, 1), pass_at_k(samples, right, samples)])

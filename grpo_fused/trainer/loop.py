@@ -244,10 +244,10 @@ class GRPOTrainer:
             rollout, rewards = self.collect()  # B sequences of this process, their rewards [B, F]
         first = self.accelerator.process_index * len(rewards)
         here = slice(first, first + len(rewards))
-        rewards = self.accelerator.gather(rewards)  # [N, F], of all processes
+        rewards = self.accelerator.gather(rewards.to(self.accelerator.device)).cpu()  # [N, F], of all processes
         self._check_judged(rewards)
         groups = group_advantages(
-            rewards.cpu(),
+            rewards,
             self.config.num_generations,
             weights=self.reward_weights,
             scale_rewards=self.config.scale_rewards,
@@ -256,7 +256,7 @@ class GRPOTrainer:
         advantages = groups.advantages[here].to(self.accelerator.device)  # [B]
         with self.checkpointer.keeping_batch(self.steps_done + 1, rollout, advantages):
             updates = self.update(rollout, advantages) or [{"loss": 0.0, "grad_norm": 0.0}]  # no gradient, no update
-        lengths = self.accelerator.gather(rollout.completion_mask.sum(dim=1)).float()
+        lengths = self.accelerator.gather(rollout.completion_mask.sum(dim=1)).cpu().float()
         seconds = time.perf_counter() - started
         return {
             "reward": groups.mean.nanmean().item(),
@@ -284,7 +284,7 @@ class GRPOTrainer:
             first = slice(0, sampling.num_generations)
             texts = self.sampler.texts(rollout.completions()[first])
             columns = {name: rewards[first, i].tolist() for i, name in enumerate(self.reward_functions)}
-            totals = (rewards[first].cpu().nan_to_num() @ self.reward_weights).tolist()
+            totals = (rewards[first].nan_to_num() @ self.reward_weights).tolist()
             self.log.samples(self.steps_done + 1, prompt_text(rows[0]["prompt"]), texts, columns, totals)
         return rollout, rewards
 

@@ -43,7 +43,7 @@ class Sampler:
     """The `weight_changes` that the engine has."""
 
     def sample(self, rows: Sequence[Row], sampling: Sampling) -> tuple[Rollout, Tensor]:
-        """B completions of some rows; their rewards [B, F], NaN for those that a function does not judge."""
+        """B completions of some rows; their rewards [B, F] on the CPU, NaN where a function does not judge."""
         with self.peers.sampling():
             if self._synced_at != self.updater.weight_changes:
                 self.engine.sync_weights(self.updater.policy.unwrapped)
@@ -54,8 +54,7 @@ class Sampler:
         repeated = [row for row in rows for _ in range(sampling.num_generations)]
         completions = [completion_for(row["prompt"], text) for row, text in zip(repeated, self.texts(ids), strict=True)]
         timeout = self.updater.config.reward_timeout
-        rewards = score_completions(self.reward_functions, repeated, completions, ids, timeout=timeout)
-        return rollout, rewards.to(self.peers.accelerator.device)
+        return rollout, score_completions(self.reward_functions, repeated, completions, ids, timeout=timeout)
 
     def texts(self, completion_ids: list[list[int]]) -> list[str]:
         """Completions as texts."""
