@@ -40,8 +40,9 @@ class Rollout(NamedTuple):
         prompts, completions = self.prompt_mask[index], self.completion_mask[index]
         first = self.prompt_ids.shape[1] - int(prompts.sum(1).max())
         width = max(int(completions.sum(1).max()), 1)
-        places = torch.arange(self.completion_ids.numel(), device=self.completion_ids.device)  # of all tokens
-        positions = places.view_as(self.completion_ids)[index][:, :width].reshape(-1)
+        count, longest = self.completion_ids.shape
+        rows = torch.arange(count, device=self.completion_ids.device)[index]
+        positions = (rows.unsqueeze(1) * longest + torch.arange(width, device=rows.device)).reshape(-1)  # of the sets
         return Rollout(
             self.prompt_ids[index][:, first:],
             prompts[:, first:],
@@ -140,9 +141,8 @@ def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: 
             f"least; got a mask of lengths {lengths.tolist()}"
         )
     _check_records(generation, sampling)
-    repeated = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
-    prompt_ids, prompt_mask = pad_prompts(repeated, sampling.pad_token_id)
-    return Rollout(prompt_ids, prompt_mask, *generation).to(ids.device)
+    padded = (x.repeat_interleave(sampling.num_generations, 0) for x in pad_prompts(prompts, sampling.pad_token_id))
+    return Rollout(*padded, *generation).to(ids.device)
 
 
 def _check_records(generation: Generation, sampling: Sampling) -> None:
