@@ -253,7 +253,7 @@ class GRPOTrainer:
             scale_rewards=self.config.scale_rewards,
             aggregation=self.config.reward_aggregation,
         )
-        advantages = groups.advantages[here].to(self.accelerator.device)  # [B]
+        advantages = groups.advantages[here]  # [B]
         with self.checkpointer.keeping_batch(self.steps_done + 1, rollout, advantages):
             updates = self.update(rollout, advantages) or [{"loss": 0.0, "grad_norm": 0.0}]  # no gradient, no update
         lengths = self.accelerator.gather(rollout.completion_mask.sum(dim=1)).cpu().float()

@@ -25,6 +25,9 @@ from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.rollout import Rollout, micro_batches
 from grpo_fused.trainer.shared_prompts import check_shared_prompts, shared_prompt_states
 
+Piece = tuple[Tensor, Rollout]
+"""A micro-batch: the indices of its sequences in the rollout, and the sequences."""
+
 
 class Policy:
     """A causal LM as input of the loss: hidden states that predict each token, and the head that multiplies them.
@@ -99,10 +102,10 @@ class Policy:
         return hidden_states[:, rollout.prompt_ids.shape[1] - 1 : -1]
 
     @torch.no_grad()
-    def score(self, rollout: Rollout, rows: Tensor) -> Tensor:
-        """Log-probs [B, T], fp32, of those sequences of the rollout, without gradient; 0 elsewhere and where masked."""
+    def score(self, rollout: Rollout, pieces: list[Piece]) -> Tensor:
+        """Log-probs [B, T], fp32, of its `micro_batches`, without gradient; 0 elsewhere and where masked."""
         logps = torch.zeros(rollout.completion_ids.shape, dtype=torch.float32, device=rollout.completion_ids.device)
-        for batch, micro in self.micro_batches(rollout, rows):
+        for rows, micro in pieces:
             with self.accelerator.autocast():
                 scores = fused_linear_logprobs(
                     self.hidden_states(micro),
@@ -111,11 +114,11 @@ class Policy:
                     candidates=micro.candidates,
                     **self.head(),
                 )
-            add_rows(logps, batch, scores.logps)
+            add_rows(logps, rows, scores.logps)
         return logps
 
-    def micro_batches(self, rollout: Rollout, rows: Tensor) -> list[tuple[Tensor, Rollout]]:
-        """`rows` of the rollout in micro-batches (indices, sequences), as many as the process with most of them has.
+    def micro_batches(self, rollout: Rollout, rows: Tensor) -> list[Piece]:
+        """`rows` of the rollout in micro-batches, as many as the process with most of them has.
 
         Processes that share weights or gradients run in step. Added micro-batches are the first sequence,
         completely masked: it passes through the model and changes nothing. A quantile over all tokens needs one batch.
@@ -129,12 +132,12 @@ class Policy:
         pieces = [(batch, rollout.rows(batch)) for batch in batches]
         first = rollout.rows(slice(0, 1))
         idle = first._replace(completion_mask=torch.zeros_like(first.completion_mask))
-        return pieces + [(torch.tensor([0]), idle)] * (most - len(pieces))
+        return pieces + [(rollout.completion_ids.new_zeros(1), idle)] * (most - len(pieces))
 
 
 def add_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
     """Adds log-probs [n, t] to rows of a table [B, T], t <= T; those of a masked sequence are 0 and change nothing."""
-    table[rows.to(table.device), : values.shape[1]] += values
+    table[rows, : values.shape[1]] += values
 
 
 class Reference:
@@ -164,10 +167,10 @@ class Reference:
         # under FSDP accelerate moves no model by itself
         self.policy.model = policy.accelerator.prepare_model(frozen, device_placement=True, evaluation_mode=True)
 
-    def score(self, rollout: Rollout, rows: Tensor) -> Tensor:
+    def score(self, rollout: Rollout, pieces: list[Piece]) -> Tensor:
         """See `Policy.score`."""
         with self._frozen():
-            return self.policy.score(rollout, rows)
+            return self.policy.score(rollout, pieces)
 
     @torch.no_grad()
     def states(self, rollout: Rollout) -> dict[str, Any]:

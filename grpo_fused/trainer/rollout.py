@@ -104,7 +104,8 @@ def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int, *, share_prom
             batches.append([])
             longest_prompt, longest_completion = prompt, completion
         batches[-1].append(unit)
-    return [torch.tensor([row for unit in batch for row in unit]) for batch in batches]
+    device = rollout.completion_ids.device
+    return [torch.tensor([row for unit in batch for row in unit], device=device) for batch in batches]
 
 
 def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollout:

@@ -20,7 +20,7 @@ from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
 from grpo_fused.trainer.losses import Part, of_loss_type, of_objective
 from grpo_fused.trainer.metrics import Metrics
 from grpo_fused.trainer.objective import OLD
-from grpo_fused.trainer.policy import Policy, Reference, add_rows
+from grpo_fused.trainer.policy import Piece, Policy, Reference, add_rows
 from grpo_fused.trainer.rollout import Rollout
 
 AVERAGED = (
@@ -64,7 +64,7 @@ class Updater:
 
         Args:
             rollout: B sequences.
-            advantages: [B] float.
+            advantages: [B] float, best on the CPU: they say what is left out.
 
         Returns:
             One dictionary for each optimizer step, the same on all processes: loss, grad_norm, learning_rate and the
@@ -80,20 +80,21 @@ class Updater:
         if window.trained_sequences == 0:
             self.optimizer_steps += self.config.num_iterations  # the schedule continues
             return []
+        pieces, advantages = self.policy.micro_batches(rollout, rows), advantages.to(self.accelerator.device)
         tables, corrections = dict[str, Tensor](), Metrics()
         if self.reference is not None and loss.kl_estimator != "exact":
-            tables["ref_per_token_logps"] = self.reference.score(rollout, rows)
+            tables["ref_per_token_logps"] = self.reference.score(rollout, pieces)
         if objective is not None:
             if OLD in objective.objective.needs:
-                tables[OLD] = self.policy.score(rollout, rows)
+                tables[OLD] = self.policy.score(rollout, pieces)
         elif rollout.sampling_logps is not None and self.config.importance_sampling is not None:
             check_for_vllm(self.config)
-            old = tables[OLD] = self.policy.score(rollout, rows)
+            old = tables[OLD] = self.policy.score(rollout, pieces)
             ratio, corrections = self.correct_sampling(rollout, rows, old, rollout.sampling_logps)
             tables["importance_sampling_ratio"] = ratio
         history = []
         for _ in range(self.config.num_iterations):
-            metrics, logps = self.accumulate_gradients(rollout, rows, advantages, window, tables)
+            metrics, logps = self.accumulate_gradients(rollout, pieces, advantages, window, tables)
             # on-policy the old log-probs were those of this pass: none means that, and the next iteration gets them
             tables.setdefault(OLD, logps)
             metrics |= self.step_optimizer(metrics["loss"])
@@ -126,7 +127,7 @@ class Updater:
         return ratio, metrics
 
     def accumulate_gradients(
-        self, rollout: Rollout, rows: Tensor, advantages: Tensor, window: Window, tables: Mapping[str, Tensor]
+        self, rollout: Rollout, pieces: list[Piece], advantages: Tensor, window: Window, tables: Mapping[str, Tensor]
     ) -> tuple[Metrics, Tensor]:
         """Backward through all micro-batches, weighted so that neither they nor the processes change the gradient.
 
@@ -139,13 +140,13 @@ class Updater:
         logps = torch.zeros(rollout.completion_ids.shape, dtype=torch.float32, device=device)
         sums = torch.zeros(1 + len(AVERAGED), dtype=torch.float64, device=device)
         found: list[str] = []
-        pieces = self.policy.micro_batches(rollout, rows)
+        counts = torch.stack([micro.completion_mask.sum() for _, micro in pieces]).tolist()  # a GPU waits for it
         self.optimizer.zero_grad(set_to_none=True)  # those of a pass that was interrupted
         for module in self.policy.model.modules():  # checkpointing needs training mode; in it a router may draw noise
             module.training = config.gradient_checkpointing and bool(getattr(module, "gradient_checkpointing", False))
-        for position, (batch, micro) in enumerate(pieces):
-            index, width = batch.to(device), micro.completion_ids.shape[1]
-            share, loss_config = window.share_of(micro, config.loss)
+        for position, ((index, micro), tokens) in enumerate(zip(pieces, counts, strict=True)):
+            width = micro.completion_ids.shape[1]
+            share, loss_config = window.share_of(len(index), tokens, config.loss)
             rows_of_tables = {name: table[index, :width] for name, table in tables.items()}
             items = window.tokens if config.loss.kind.average == "items" else None
             part = Part(micro, advantages[index], rows_of_tables, loss_config, items)
@@ -153,16 +154,13 @@ class Updater:
                 out = self.loss_of(self.policy, self.reference, part)
                 # processes average their gradients: multiplied by their number, this is the sum
                 self.accelerator.backward(out.loss * (share * self.accelerator.num_processes))
-            add_rows(logps, batch, out.per_token_logps)
+            add_rows(logps, index, out.per_token_logps)
             found = [name for name in AVERAGED if name in out.metrics]
-            tokens = int(micro.completion_mask.sum())
             if tokens:  # a mean over no token is NaN
-                shares = tokens / window.trained_tokens, len(batch) / window.trained_sequences
+                shares = tokens / window.trained_tokens, len(index) / window.trained_sequences
                 by_sequence = config.loss.kind.metrics if config.loss.has_one_value_a_sequence else ()
-                weights = [shares[name in by_sequence] for name in found]
-                means = torch.stack([out.metrics[name] for name in found]).double()
-                sums[1 : 1 + len(found)] += means * torch.tensor(weights, dtype=torch.float64, device=device)
-                sums[0] += share * out.loss.detach().double()
+                means = [out.metrics[name].double() * shares[name in by_sequence] for name in found]
+                sums[: 1 + len(found)] += torch.stack([out.loss.detach().double() * share, *means])
         self.policy.model.eval()
         total = self.accelerator.reduce(sums, "sum").tolist()
         return dict(zip(("loss", *found), total, strict=False)), logps
@@ -207,15 +205,13 @@ class Window:
         self.tokens, self.sequences = max(tokens, 1.0), max(sequences, 1.0)
         self.trained_tokens = max(trained_tokens, 1.0)
 
-    def share_of(self, micro: Rollout, loss: GRPOLossConfig) -> tuple[float, GRPOLossConfig]:
+    def share_of(self, sequences: int, tokens: int, loss: GRPOLossConfig) -> tuple[float, GRPOLossConfig]:
         """The weight of a micro-batch's loss, and the loss's options with the entropy bonus weighted the same way.
 
         Token-normalised losses divide by the window's tokens themselves; the others are means over the micro-batch, of
         its tokens or of its sequences. The bonus is always a mean over its tokens.
         """
-        tokens = int(micro.completion_mask.sum())
-        token_share = tokens / self.tokens
-        sequence_share = len(micro.completion_ids) / self.sequences
+        token_share, sequence_share = tokens / self.tokens, sequences / self.sequences
         shares = {"items": 1.0, "tokens": token_share} | dict.fromkeys(("sequences", "length", "sum"), sequence_share)
         share = shares[loss.kind.average]
         if loss.entropy_coef == 0 or share == 0:

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig
+from grpo_fused.trainer import GRPOTrainer, GRPOTrainerConfig, Rollout
+from grpo_fused.trainer.policy import Policy
 
 SMALL = {
     "steps": 2,
@@ -32,6 +35,11 @@ def by_position(completions: list[str], **columns: object) -> list[float]:
 def two_rows() -> list[dict[str, str]]:
     """The function of a data set."""
     return [{"prompt": "1+1="}, {"prompt": "2+2="}]
+
+
+def scores_of(policy: Policy, rollout: Rollout) -> Tensor:
+    """The log-probs of all sequences."""
+    return policy.score(rollout, policy.micro_batches(rollout, torch.arange(len(rollout.completion_ids))))
 
 
 def make_trainer(

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
-from trainer.small_trainer import by_position, make_trainer
+from trainer.small_trainer import by_position, make_trainer, scores_of
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused import CandidateSets, importance_sampling_correction
@@ -82,10 +82,9 @@ def test_scores_equal_the_sampling_log_probs(model: Qwen2ForCausalLM, tokenizer:
     kept = rollout.candidates.to_mask(z.shape[-1]).view(z.shape)
     sampled = z.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, rollout.completion_ids.unsqueeze(-1))[..., 0]
     policy = Policy(model, Accelerator(cpu=True), GRPOTrainerConfig(temperature=0.9))
-    rows = torch.arange(len(rollout.completion_ids))
     mask = rollout.completion_mask
     for given, is_exact in ((rollout, True), (rollout._replace(candidates=None), False)):
-        scores = policy.score(given, rows)
+        scores = scores_of(policy, given)
         ratio = importance_sampling_correction(
             scores, sampled.float(), mask, mode="token_truncate", clip_max=10.0
         ).ratio

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from trainer.small_model import build_small_model
-from trainer.small_trainer import by_position, make_trainer
+from trainer.small_trainer import by_position, make_trainer, scores_of
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
@@ -114,7 +114,7 @@ def test_the_bound_of_importance_ratios(
     options = {"importance_sampling": "token_truncate", "importance_sampling_clip": 1.05}
     trainer = make_trainer(model, tokenizer, rows, **options)
     rollout, _ = trainer.collect()
-    shifted = rollout._replace(sampling_logps=trainer.policy.score(rollout, torch.arange(8)) - 0.1)
+    shifted = rollout._replace(sampling_logps=scores_of(trainer.policy, rollout) - 0.1)
     (metrics,) = trainer.update(shifted, torch.linspace(-1, 1, 8))
     assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.05)
 
@@ -327,7 +327,7 @@ def test_sequences_far_from_their_rollout_are_masked(
     loss = GRPOLossConfig(off_policy_mask_threshold=threshold)
     trainer = make_trainer(model, tokenizer, rows, loss=loss, importance_sampling=None)
     rollout, _ = trainer.collect()
-    shifted = rollout._replace(sampling_logps=trainer.policy.score(rollout, torch.arange(8)) + 0.1)
+    shifted = rollout._replace(sampling_logps=scores_of(trainer.policy, rollout) + 0.1)
     (metrics,) = trainer.update(shifted, -torch.linspace(0.5, 1, 8))
     assert (metrics["grad_norm"] == 0) == (threshold < 0.1)
 

@@ -97,6 +97,15 @@ def test_micro_batches_do_not_change_the_update(
         torch.testing.assert_close(torch.tensor(split), torch.tensor(whole), rtol=1e-3, atol=1e-5)
 
 
+def test_a_step_makes_its_micro_batches_once(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
+    """For the scores of the reference and both iterations."""
+    trainer = make_trainer(tokenizer, rows, loss=GRPOLossConfig(beta=0.05), micro_batch_tokens=60)
+    make, made = trainer.policy.micro_batches, []
+    trainer.policy.micro_batches = lambda *given: made.append(make(*given)) or made[-1]  # type: ignore[method-assign]
+    assert len(trainer.update(*record(tokenizer, rows)[0])) == 2
+    assert [len(pieces) > 1 for pieces in made] == [True]
+
+
 def test_one_iteration_needs_no_old_log_probs(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
     """The first of two iterations, with scored old log-probabilities, is the on-policy step without them."""
     recordings = record(tokenizer, rows)[:1]

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from trainer.small_trainer import scores_of
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -478,7 +479,7 @@ def test_hidden_states_predict_the_completion(model: Qwen2ForCausalLM, tokenizer
         model, tokenizer, ["1+2=", "123+34="], num_generations=3, max_completion_length=5, temperature=0.7
     )
     policy = Policy(model, Accelerator(), GRPOTrainerConfig(temperature=0.7, micro_batch_tokens=40))
-    scores = policy.score(rollout, torch.arange(6))
+    scores = scores_of(policy, rollout)
     assert policy.hidden_states(rollout).shape == (*rollout.completion_ids.shape, model.config.hidden_size)
     for row in range(6):
         prompt = rollout.prompt_ids[row][rollout.prompt_mask[row]]
@@ -495,11 +496,11 @@ def test_a_model_with_learned_positions_scores_prompts_of_different_lengths(toke
     """A masked column must have a position that the model has."""
     config = OpenAIGPTConfig(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=16)
     policy = Policy(OpenAIGPTLMHeadModel(config).eval(), Accelerator(), GRPOTrainerConfig())
-    rollout, rows = rollout_of([(2, 3), (5, 3)]), torch.arange(2)
+    rollout = rollout_of([(2, 3), (5, 3)])
     rollout = rollout._replace(completion_ids=rollout.completion_ids - 90)
-    for row in rows:
-        alone = policy.score(rollout.rows(row[None]), torch.tensor([0]))
-        torch.testing.assert_close(policy.score(rollout, rows)[row[None]], alone, rtol=0, atol=1e-5)
+    for row in torch.arange(2).split(1):
+        alone = scores_of(policy, rollout.rows(row))
+        torch.testing.assert_close(scores_of(policy, rollout)[row], alone, rtol=0, atol=1e-5)
 
 
 def test_what_padding_gives_may_be_nan_on_a_cpu(model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,7 +537,7 @@ def test_log_probs_are_fp32_by_any_default_dtype(model: Qwen2ForCausalLM, tokeni
     torch.set_default_dtype(torch.bfloat16)
     try:
         rollout = sampled(model, tokenizer, ["1+2="], records="top_k", num_alternatives=2, **options)
-        scores = Policy(model, Accelerator(), GRPOTrainerConfig()).score(rollout, torch.arange(2))
+        scores = scores_of(Policy(model, Accelerator(), GRPOTrainerConfig()), rollout)
     finally:
         torch.set_default_dtype(torch.float32)
     assert rollout.sampling_logps is not None

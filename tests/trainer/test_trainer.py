@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.small_model import build_small_model
-from trainer.small_trainer import by_position, make_trainer
+from trainer.small_trainer import by_position, make_trainer, scores_of
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_fused import GRPOLossConfig
@@ -352,12 +352,13 @@ def test_a_lora_reference_is_the_model_without_its_adapter(
     )
     assert trainer.reference is not None
     assert trainer.reference.policy is trainer.policy  # no copy
-    rollout, rows_of_it = trainer.collect()[0], torch.arange(8, device=trainer.accelerator.device)
-    scores = trainer.reference.score(rollout, rows_of_it)
+    rollout = trainer.collect()[0]
+    pieces = trainer.policy.micro_batches(rollout, torch.arange(8))
+    scores = trainer.reference.score(rollout, pieces)
     history = trainer.train()
     assert history[0]["kl"] < history[-1]["kl"]
-    assert torch.equal(trainer.reference.score(rollout, rows_of_it), scores)
-    assert not torch.equal(trainer.policy.score(rollout, rows_of_it), scores)
+    assert torch.equal(trainer.reference.score(rollout, pieces), scores)
+    assert not torch.equal(trainer.policy.score(rollout, pieces), scores)
     merged = model.unload().state_dict()
     assert all(torch.equal(merged[name].cpu(), value) for name, value in frozen.items())
 
@@ -446,7 +447,7 @@ def test_sampling_log_probs_correct_the_loss(tokenizer: PreTrainedTokenizerFast,
             generation = super().generate(prompts, sampling)
             padded = pad_prompts([p for p in prompts for _ in range(4)], 0)
             rollout = Rollout(*padded, generation.ids, generation.mask).to(trainer.accelerator.device)
-            return generation._replace(sampling_logps=trainer.policy.score(rollout, torch.arange(8)) - 0.1)
+            return generation._replace(sampling_logps=scores_of(trainer.policy, rollout) - 0.1)
 
     norms = {}
     for mode in (None, "token_truncate"):
@@ -464,7 +465,7 @@ def test_sequences_that_are_left_out_do_not_dilute_the_sampling_metrics(
 ) -> None:
     trainer = make_trainer(model, tokenizer, rows, importance_sampling="sequence_truncate", max_completion_length=1)
     rollout, _ = trainer.collect()
-    rollout = rollout._replace(sampling_logps=trainer.policy.score(rollout, torch.arange(8)) - 0.1)
+    rollout = rollout._replace(sampling_logps=scores_of(trainer.policy, rollout) - 0.1)
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0])
     (metrics,) = trainer.update(rollout, advantages.to(trainer.accelerator.device))
     for kind in ("min", "mean", "max"):
