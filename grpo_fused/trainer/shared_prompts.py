@@ -8,7 +8,6 @@ instead of once for each completion. Only models whose layers all have full atte
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,12 +21,6 @@ from grpo_fused.rollouts.huggingface import layer_kinds
 from grpo_fused.trainer.rollout import Rollout
 
 
-def prompt_groups(rollout: Rollout) -> list[range]:
-    """Rows of the rollout that stand side by side and have the same prompt."""
-    starts = first_of_prompts(rollout.prompt_ids, rollout.prompt_mask).nonzero().flatten().tolist()
-    return [range(*pair) for pair in pairwise([*starts, len(rollout.prompt_ids)])]
-
-
 def shared_prompt_states(model: nn.Module, rollout: Rollout) -> Tensor:
     """[B, T, H]: position t holds the state that predicts `completion_ids[:, t]`; masked positions may hold anything.
 
@@ -35,25 +28,24 @@ def shared_prompt_states(model: nn.Module, rollout: Rollout) -> Tensor:
         model: Causal LM that `check_shared_prompts` accepts, wrapped or not.
         rollout: B sequences, those of one prompt side by side.
     """
-    device, groups = rollout.prompt_ids.device, prompt_groups(rollout)
-    lengths = rollout.completion_mask.sum(1).tolist()
-    rows, index = [], torch.zeros(rollout.completion_ids.shape, dtype=torch.int64)  # places in the row of the group
-    for group in groups:
-        prompt = rollout.prompt_ids[group.start][rollout.prompt_mask[group.start]]
-        parts = [prompt, *(rollout.completion_ids[row, : lengths[row]] for row in group)]
-        segments = [torch.full_like(part, number) for number, part in enumerate(parts)]
-        starts = [0] + [len(prompt)] * len(group)
-        positions = [start + torch.arange(len(part), device=device) for start, part in zip(starts, parts, strict=True)]
-        rows.append(torch.stack([torch.cat(x) for x in (parts, segments, positions)]))
-        end = len(prompt)
-        for row in group:
-            index[row, 0] = len(prompt) - 1
-            index[row, 1 : lengths[row]] = torch.arange(end, end + max(lengths[row] - 1, 0))
-            end += lengths[row]
-    width = max(row.shape[1] for row in rows)
-    padded = torch.stack([nn.functional.pad(row, (0, width - row.shape[1])) for row in rows])
-    input_ids, segment, position_ids = padded.unbind(1)  # [U, L] each
-    there = length_mask(torch.tensor([row.shape[1] for row in rows], device=device), width)
+    ids, completion_mask, device = rollout.completion_ids, rollout.completion_mask, rollout.completion_ids.device
+    is_first = first_of_prompts(rollout.prompt_ids, rollout.prompt_mask)
+    first, group = is_first.nonzero().flatten(), is_first.cumsum(0) - 1  # [U], one for each row; [B], the row of each
+    prompt_mask = rollout.prompt_mask[first]
+    prompts, lengths = prompt_mask.sum(1), completion_mask.sum(1)  # [U], [B]
+    places = prompt_mask.cumsum(1) - 1
+    of_prompts = torch.stack([rollout.prompt_ids[first], torch.zeros_like(places), places])  # [3, U, P]
+    number = torch.arange(1, len(ids) + 1, device=device).unsqueeze(1)
+    places = prompts[group].unsqueeze(1) + torch.arange(ids.shape[1], device=device)
+    of_completions = torch.stack([ids, number.expand_as(ids), places])  # [3, B, T]
+    row_lengths = prompts.index_add(0, group, lengths)
+    width = int(row_lengths.max())
+    is_prompt, there = length_mask(prompts, width), length_mask(row_lengths, width)
+    # ids, segments (0 is the prompt) and positions; the completions of a row follow each other
+    rows = torch.zeros(3, len(first), width, dtype=torch.int64, device=device)
+    rows[:, is_prompt] = of_prompts[:, prompt_mask]
+    rows[:, there & ~is_prompt] = of_completions[:, completion_mask]
+    input_ids, segment, position_ids = rows  # [U, L] each
     seen = (segment.unsqueeze(1) == 0) | (segment.unsqueeze(1) == segment.unsqueeze(2))  # [U, query, key]
     # padding sees the prompt: no softmax is over nothing
     seen &= there.unsqueeze(1) & torch.ones(width, width, dtype=torch.bool, device=device).tril()
@@ -63,8 +55,10 @@ def shared_prompt_states(model: nn.Module, rollout: Rollout) -> Tensor:
     if getattr(inner.config.get_text_config(), "_attn_implementation", None) != "sdpa":
         mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
     states = head_hidden_states(model, input_ids, mask, position_ids=position_ids)
-    group_of = torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
-    return states.flatten(0, 1)[(index + width * group_of.unsqueeze(1)).to(device)]
+    earlier = lengths.cumsum(0) - lengths  # tokens of the completions before
+    before = places + (earlier - earlier[first][group]).unsqueeze(1) - 1  # [B, T], the column of the token before
+    before[:, 0] = prompts[group] - 1
+    return states.flatten(0, 1)[before.masked_fill(~completion_mask, 0) + width * group.unsqueeze(1)]
 
 
 def check_shared_prompts(model: PreTrainedModel, separate: Any) -> None:

@@ -13,14 +13,10 @@ from trainer.test_replay import make_trainer, record, replay
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_fused import GRPOLossConfig, head_hidden_states
-from grpo_fused.rollouts.engine import length_mask
+from grpo_fused.rollouts.engine import first_of_prompts, length_mask
 from grpo_fused.trainer.recipe import LoRA, with_adapter
 from grpo_fused.trainer.rollout import Rollout, micro_batches
-from grpo_fused.trainer.shared_prompts import (
-    check_shared_prompts,
-    prompt_groups,
-    shared_prompt_states,
-)
+from grpo_fused.trainer.shared_prompts import check_shared_prompts, shared_prompt_states
 
 VOCAB = 97
 
@@ -132,7 +128,7 @@ def test_other_layers_are_refused(name, options, message):
 
 def test_groups_are_rows_with_the_same_prompt():
     rollout = rollout_of(SIZES)
-    assert prompt_groups(rollout) == [range(0, 3), range(3, 4), range(4, 6), range(6, 8)]
+    assert first_of_prompts(rollout.prompt_ids, rollout.prompt_mask).nonzero().flatten().tolist() == [0, 3, 4, 6]
 
 
 def test_micro_batches_keep_prompts_together_and_the_budget():
