@@ -105,8 +105,8 @@ class Policy:
     def score(self, rollout: Rollout, pieces: list[Piece]) -> Tensor:
         """Log-probs [B, T], fp32, of its `micro_batches`, without gradient; 0 elsewhere and where masked."""
         logps = torch.zeros(rollout.completion_ids.shape, dtype=torch.float32, device=rollout.completion_ids.device)
-        for rows, micro in pieces:
-            with self.accelerator.autocast():
+        with self.accelerator.autocast():  # around all passes: weights are cast once
+            for rows, micro in pieces:
                 scores = fused_linear_logprobs(
                     self.hidden_states(micro),
                     token_ids=micro.completion_ids,
@@ -114,7 +114,7 @@ class Policy:
                     candidates=micro.candidates,
                     **self.head(),
                 )
-            add_rows(logps, rows, scores.logps)
+                add_rows(logps, rows, scores.logps)
         return logps
 
     def micro_batches(self, rollout: Rollout, rows: Tensor) -> list[Piece]:

@@ -499,24 +499,30 @@ def test_autocast_trains_fp32_weights(tokenizer: PreTrainedTokenizerFast, rows: 
     assert all(row["grad_norm"] > 0 for row in history)
 
 
-def test_a_generation_casts_each_weight_once(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
-    """Under autocast; a pass for each token must not cast them again."""
+def test_a_rollout_and_its_scores_cast_each_weight_once(
+    tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    """Under autocast; a pass for each token, or for each micro-batch, must not cast them again."""
 
     class Casts(TorchDispatchMode):
         count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             bf16 = (kwargs or {}).get("dtype") == torch.bfloat16
-            self.count += bf16 and func is torch.ops.aten._to_copy.default and args[0] is head.weight
+            self.count += bf16 and func is torch.ops.aten._to_copy.default and args[0] is weight
             return func(*args, **(kwargs or {}))
 
     model = build_small_model(len(tokenizer))
-    head = model.get_output_embeddings()
-    assert head is not None
-    trainer = make_trainer(model, tokenizer, rows, mixed_precision="bf16")
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    trainer = make_trainer(model, tokenizer, rows, mixed_precision="bf16", micro_batch_tokens=20)
     passes: list[int] = []
     model.model.register_forward_hook(lambda *_: passes.append(1))
     with Casts() as casts:
-        trainer.collect()
+        rollout, _ = trainer.collect()
     assert len(passes) >= 4
+    assert casts.count == 1
+    passes.clear()
+    with Casts() as casts:
+        scores_of(trainer.policy, rollout)
+    assert len(passes) > 1
     assert casts.count == 1
