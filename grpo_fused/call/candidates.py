@@ -67,8 +67,9 @@ class CandidateSets:
         sizes = mask.sum(-1)
         if len(sizes) and not bool(sizes.all()):
             raise ValueError(f"each row of a mask must keep a token; got none in row {int((sizes == 0).nonzero()[0])}")
-        mask = mask & (sizes < mask.shape[-1]).unsqueeze(1)
-        return cls(mask.nonzero()[:, 1], offsets_of(mask.sum(-1)))
+        is_whole = sizes == mask.shape[-1]
+        kept = mask & ~is_whole.unsqueeze(1)
+        return cls(kept.nonzero()[:, 1], offsets_of(sizes.masked_fill(is_whole, 0)))
 
     @classmethod
     def from_logits(
@@ -155,9 +156,9 @@ class CandidateSets:
 
     def places(self, positions: Tensor) -> Tensor:
         """`[K']` int64: where the candidates of some positions lie in `ids`."""
-        sizes = self.sizes[positions]
-        starts = self.offsets[positions] - offsets_of(sizes)[:-1]
-        return torch.repeat_interleave(starts, sizes) + torch.arange(int(sizes.sum()), device=sizes.device)
+        ends = offsets_of(self.sizes[positions])
+        starts, count = self.offsets[positions] - ends[:-1], int(ends[-1])  # without it a GPU is waited for twice
+        return torch.repeat_interleave(starts, ends.diff(), output_size=count) + torch.arange(count, device=ends.device)
 
     def find(self, others: CandidateSets, vocab_size: int) -> Tensor:
         """`[M]` int64: where the tokens of other sets of the same positions are in `ids`; anything if they are not."""

@@ -63,10 +63,10 @@ class RecordedSets(LogitsProcessor):
         """Scores of what may be sampled, `[rows, V]`; those of other tokens are -inf."""
         for warper in self.warpers:
             scores = warper(input_ids, scores)
-        kept = scores > -torch.inf
-        if not kept.any(-1).all():  # NaN is not kept either
-            raise DivergedError("a token of each row must be kept: the policy's logits are not finite")
-        self.steps.append(CandidateSets.from_mask(kept).to("cpu"))
+        try:
+            self.steps.append(CandidateSets.from_mask(scores > -torch.inf).to("cpu"))  # NaN is not kept either
+        except ValueError as error:
+            raise DivergedError("a token of each row must be kept: the policy's logits are not finite") from error
         return scores
 
 
@@ -91,7 +91,7 @@ class Draw(LogitsProcessor):
         return scores.fill_(-torch.inf).scatter_(1, tokens, 0.0)
 
     def _record(self, logps: Tensor, tokens: Tensor) -> None:
-        self.sampled.append(logps.gather(1, tokens).cpu())
+        self.sampled.append(logps.gather(1, tokens))
         if self.records == "mask":
             kept = logps > -torch.inf
             self.steps.append(_scored(kept.nonzero()[:, 1], kept.sum(1), logps[kept]))
