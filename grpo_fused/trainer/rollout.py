@@ -142,8 +142,10 @@ def roll_out(engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: 
             f"least; got a mask of lengths {lengths.tolist()}"
         )
     _check_records(generation, sampling)
-    padded = (x.repeat_interleave(sampling.num_generations, 0) for x in pad_prompts(prompts, sampling.pad_token_id))
-    return Rollout(*padded, *generation).to(ids.device)
+    prompt_ids, prompt_mask = (
+        x.repeat_interleave(sampling.num_generations, 0) for x in pad_prompts(prompts, sampling.pad_token_id)
+    )
+    return Rollout(prompt_ids, prompt_mask, *generation).to(ids.device)
 
 
 def _check_records(generation: Generation, sampling: Sampling) -> None:
