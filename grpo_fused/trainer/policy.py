@@ -81,8 +81,7 @@ class Policy:
         """[B, T, H]: position t holds the state that predicts `completion_ids[:, t]`.
 
         Runs the model up to its head, so no logits are computed. The state of the last prompt token predicts the first
-        completion token, hence the shift by one. Positions count real tokens, as in `generate`: left padding changes
-        nothing. With `config.share_prompts` each prompt is computed once.
+        completion token, hence the shift by one. With `config.share_prompts` each prompt is computed once.
 
         Raises:
             DivergedError: On a CPU, where the loss takes none that are not finite. Elsewhere the loss becomes NaN, on
@@ -95,11 +94,16 @@ class Policy:
         return states
 
     def _separate_states(self, rollout: Rollout) -> Tensor:
-        input_ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)  # [B, P + T]
-        attention_mask = torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1).long()
-        position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-        hidden_states = head_hidden_states(self.model, input_ids, attention_mask, position_ids=position_ids)
-        return hidden_states[:, rollout.prompt_ids.shape[1] - 1 : -1]
+        """Each completion follows its prompt; padding comes last, where no token of a causal model sees it."""
+        both = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)  # [B, P + T]
+        prompts, completions = rollout.prompt_mask.sum(1, keepdim=True), rollout.completion_mask.sum(1, keepdim=True)
+        width = int((prompts + completions).max())
+        columns = torch.arange(both.shape[1], device=both.device)
+        places = (rollout.prompt_ids.shape[1] - prompts + columns[:width]).clamp(max=both.shape[1] - 1)
+        states = head_hidden_states(self.model, both.gather(1, places))  # [B, width, H]
+        before = (prompts - 1 + columns[: rollout.completion_ids.shape[1]]).clamp(max=width - 1)  # [B, T]
+        starts = width * torch.arange(len(both), device=both.device).unsqueeze(1)
+        return states.flatten(0, 1).index_select(0, (starts + before).flatten()).unflatten(0, before.shape)
 
     @torch.no_grad()
     def score(self, rollout: Rollout, pieces: list[Piece]) -> Tensor:

@@ -95,14 +95,13 @@ def micro_batches(rollout: Rollout, rows: Tensor, max_tokens: int, *, share_prom
             units[-1].append(row)
         else:
             units.append([row])
-    sized = [(prompts[unit[0]], sum(completions[row] for row in unit), unit) for unit in units]
+    sized = [(prompts[unit[0]] + sum(completions[row] for row in unit), unit) for unit in units]
     batches: list[list[list[int]]] = []
-    longest_prompt = longest_completion = 0
-    for prompt, completion, unit in sorted(sized, key=lambda each: -(each[0] + each[1])):
-        longest_prompt, longest_completion = max(longest_prompt, prompt), max(longest_completion, completion)
-        if not batches or (len(batches[-1]) + 1) * (longest_prompt + longest_completion) > max_tokens:
+    longest = 0
+    for size, unit in sorted(sized, key=lambda each: -each[0]):
+        if not batches or (len(batches[-1]) + 1) * longest > max_tokens:
             batches.append([])
-            longest_prompt, longest_completion = prompt, completion
+            longest = size
         batches[-1].append(unit)
     device = rollout.completion_ids.device
     return [torch.tensor([row for unit in batch for row in unit], device=device) for batch in batches]

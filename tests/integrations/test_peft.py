@@ -301,10 +301,11 @@ def test_the_trainer_trains_an_adapted_head() -> None:
         config = GRPOTrainerConfig(micro_batch_tokens=tokens)
         policy = Policy(model, accelerator, config)
         assert not policy._is_plain  # FSDP may not shard it
-        assert len(policy.micro_batches(rollout, rows)) == 24 // tokens
+        pieces = policy.micro_batches(rollout, rows)
+        assert len(pieces) == 24 // tokens
         model.zero_grad()
         updater = Updater(policy, None, torch.optim.SGD(model.parameters()), config)
-        updater.accumulate_gradients(rollout, rows, advantages, Window(rollout, rows, accelerator), {})
+        updater.accumulate_gradients(rollout, pieces, advantages, Window(rollout, rows, accelerator), {})
         gradients.append([p.grad for n, p in model.named_parameters() if "lm_head.lora" in n])
     for whole, halves in zip(*gradients, strict=True):
         assert whole.abs().max() > 0
@@ -351,13 +352,14 @@ def test_a_reference_without_its_new_adapter_changes_nothing_of_it() -> None:
             parameter.requires_grad_(False)
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
     config = GRPOTrainerConfig(loss=GRPOLossConfig(beta=0.1, kl_estimator="exact"))
-    reference = Reference(Policy(model, Accelerator(), config))
+    policy = Policy(model, Accelerator(), config)
+    reference = Reference(policy)
     assert reference.policy.unwrapped is model
     ids, mask = token_ids(shape=(4, 3)), torch.ones(4, 3, dtype=torch.bool)
     rollout = Rollout(prompt_ids=ids, prompt_mask=mask, completion_ids=ids + 1, completion_mask=mask)
     given = reference.states(rollout)
     assert torch.equal(given["ref_lm_head_bias"], torch.zeros(len(given["ref_lm_head_weight"])))
-    reference.score(rollout, torch.arange(4))
+    reference.score(rollout, policy.micro_batches(rollout, torch.arange(4)))
     assert {name: p.requires_grad for name, p in model.named_parameters()} == trained
 
 

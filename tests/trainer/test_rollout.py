@@ -28,7 +28,7 @@ from transformers import (
     xLSTMForCausalLM,
 )
 
-from grpo_fused import CandidateSets, lm_head_inputs
+from grpo_fused import CandidateSets, head_hidden_states, lm_head_inputs
 from grpo_fused.rollouts.engine import check_room, first_of_prompts, length_mask, pad_prompts
 from grpo_fused.rollouts.errors import DivergedError, PromptError
 from grpo_fused.rollouts.huggingface import _Ends, layer_kinds
@@ -492,8 +492,29 @@ def test_hidden_states_predict_the_completion(model: Qwen2ForCausalLM, tokenizer
     assert (scores[~rollout.completion_mask] == 0).all()
 
 
+def test_a_completion_follows_its_prompt_without_a_gap(
+    model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model runs as many columns as the longest row has tokens, padding last; the states are those of each row."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(
+        policies, "head_hidden_states", lambda model, ids: (seen.append(ids), head_hidden_states(model, ids))[1]
+    )
+    policy, lengths = Policy(model, Accelerator(), GRPOTrainerConfig()), [(1, 5), (4, 1), (7, 2)]
+    rollout = rollout_of(lengths)
+    rollout = rollout._replace(completion_ids=(rollout.completion_ids - 90).clamp(min=0))
+    states = policy.hidden_states(rollout)
+    assert states.shape[:2] == (3, 5)
+    for row, (prompt, completion) in enumerate(lengths):
+        ids = torch.tensor([[*range(1, prompt + 1), *range(11, 11 + completion)]])
+        assert torch.equal(seen[0][row, : prompt + completion], ids[0])
+        alone = head_hidden_states(model, ids)[0, prompt - 1 : -1]
+        torch.testing.assert_close(states[row, :completion], alone, rtol=0, atol=1e-5)
+    assert seen[0].shape == (3, 9)
+
+
 def test_a_model_with_learned_positions_scores_prompts_of_different_lengths(tokenizer: PreTrainedTokenizerFast) -> None:
-    """A masked column must have a position that the model has."""
+    """Padding must have a position that the model has."""
     config = OpenAIGPTConfig(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=16)
     policy = Policy(OpenAIGPTLMHeadModel(config).eval(), Accelerator(), GRPOTrainerConfig())
     rollout = rollout_of([(2, 3), (5, 3)])
@@ -627,7 +648,7 @@ def test_micro_batches_hold_every_row_once_and_the_budget(lengths: list[tuple[in
         micro = rollout.rows(batch)
         widths = [max(sizes) for sizes in zip(*(lengths[row] for row in batch.tolist()), strict=True)]
         assert [micro.prompt_ids.shape[1], micro.completion_ids.shape[1]] == widths
-        assert len(batch) == 1 or micro.prompt_ids.numel() + micro.completion_ids.numel() <= budget
+        assert len(batch) == 1 or len(batch) * max(sum(lengths[row]) for row in batch.tolist()) <= budget
         for row, original in enumerate(batch.tolist()):  # only padding is removed
             prompt, completion = lengths[original]
             assert micro.prompt_ids[row][micro.prompt_mask[row]].tolist() == list(range(1, prompt + 1))
@@ -666,6 +687,7 @@ def test_micro_batches_of_similar_length_have_little_padding() -> None:
     assert padded <= 1.1 * 8 * 101
     batches = micro_batches(rollout_of([(1, 30), (20, 1), (19, 1)]), torch.arange(3), 50)
     assert [batch.tolist() for batch in batches] == [[0], [1, 2]]  # the first one's 30 tokens are not counted again
+    assert len(micro_batches(rollout_of([(1, 30), (29, 2)]), torch.arange(2), 62)) == 1  # no gap after the short prompt
     assert length_mask(torch.tensor([0, 2]), 2).tolist() == [[False, False], [True, True]]
 
 
