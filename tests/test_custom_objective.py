@@ -197,9 +197,15 @@ class TestMisbehaviour:
         with pytest.raises(ValueError, match=match):
             self.call(objective, impl)
 
-    def test_a_gradient_that_is_nan(self):
-        with pytest.raises(ValueError, match="gradient must be a number for every token"):
-            self.call(lambda logps, entropies: (logps - logps.detach()).abs().sqrt())
+    @pytest.mark.parametrize("impl", ["chunked", "native", "reference"])
+    def test_a_gradient_that_is_nan(self, impl):
+        def kink(x):
+            return (x - x.detach()).abs().sqrt()
+
+        with pytest.raises(ValueError, match="objective's gradient must be a number for every token"):
+            self.call(lambda logps, _: kink(logps), impl).loss.backward()
+        with pytest.raises(ValueError, match="objective's gradient by entropies must be a number for every token"):
+            self.call(lambda logps, entropies: logps + kink(entropies), impl, with_entropy=True).loss.backward()
 
     def test_in_place(self):
         with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):

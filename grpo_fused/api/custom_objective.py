@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from grpo_fused.api import reference
 from grpo_fused.api.autograd import LinearLoss
 from grpo_fused.api.head import HeadOptions, checking, head_of, needs_of
+from grpo_fused.api.operators import is_batched
 from grpo_fused.api.pipeline import evaluation_of
 from grpo_fused.call import validation as check
 from grpo_fused.call.calls import CustomCall, TokenSets, tensors_of
@@ -22,7 +23,7 @@ from grpo_fused.call.layout import Layout, active_tokens
 from grpo_fused.call.options import check_choice, check_flag
 from grpo_fused.call.outputs import ObjectiveOutput
 from grpo_fused.objective.batch import LOWEST_LOGP
-from grpo_fused.objective.custom import Objective, Scope
+from grpo_fused.objective.custom import GRADIENTS, Objective, Scope, check_numbers
 from grpo_fused.ranks.parallel import ParallelGroups
 
 P = ParamSpec("P")
@@ -142,9 +143,23 @@ def fused_linear_objective(
         with torch.autocast(hidden_states.device.type, enabled=False):  # as the engines call it
             logps = scores.logps.reshape(-1)[rows].clamp(min=LOWEST_LOGP)
             of_rows = None if entropies is None else entropies.reshape(-1)[rows]
+            _check_gradients(logps, of_rows, of_alternatives)
             shares = evaluation_of(call, rows).value(slice(0, len(rows)), logps, of_rows, of_alternatives)
         nothing = scores.logps.reshape(-1)[:0].sum()  # has a gradient, also if no token is active
         loss = shares.sum().to(scores.logps.dtype) + nothing
         return ObjectiveOutput(loss, scores.logps.detach(), None if entropies is None else entropies.detach())
     loss, logps, entropies, _, _ = LinearLoss.apply(*tensors_of(call), call)
     return ObjectiveOutput(loss, logps, entropies if with_entropy else None)
+
+
+def _check_gradients(logps: Tensor, *others: Tensor | None) -> None:
+    """Let autograd raise where the gradient of an objective by one of its scores is NaN."""
+    values = logps.detach()  # with its graph, the hook would keep itself alive
+
+    def check_one(gradient: Tensor, name: str, own: Tensor) -> None:
+        if not is_batched(gradient):
+            check_numbers(name, gradient, values, own)
+
+    for name, x in zip(GRADIENTS, (logps, *others), strict=True):
+        if x is not None and x.requires_grad:
+            x.register_hook(partial(check_one, name=name, own=x.detach()))

@@ -23,6 +23,9 @@ Scope = Literal["token", "sequence", "batch"]
 """Which tokens a token's loss depends on, from narrow to wide."""
 Objective = Callable[..., Tensor]
 
+GRADIENTS = ("gradient", "gradient by entropies", "gradient by alternative_logps")
+"""of an objective, as errors name them"""
+
 
 class Derivatives(NamedTuple):
     """Of the loss of R tokens."""
@@ -72,10 +75,10 @@ class Evaluation:
             if value.requires_grad:
                 gradients = iter(torch.autograd.grad(value.sum(), there, allow_unused=True))
         found: list[Tensor | None] = []
-        for by, x in zip(("", " by entropies", " by alternative_logps"), scores, strict=True):
+        for name, x in zip(GRADIENTS, scores, strict=True):
             gradient = None if x is None else next(gradients)
             if gradient is not None and x is not None:
-                _check_numbers(f"gradient{by}", gradient, logp, x)
+                check_numbers(name, gradient, logp, x)
                 gradient = torch.where(x < LOWEST_LOGP, 0.0, gradient)
             found.append(torch.zeros_like(x) if gradient is None and x is not None else gradient)
         self.loss += value.detach().to(torch.float64).sum()
@@ -104,7 +107,7 @@ class Evaluation:
             raise ValueError("the objective must not change logps or entropies in place; got other values in them")
         if logp.requires_grad and len(rows) and not value.requires_grad:
             raise ValueError("the objective's result must depend on logps or entropies; got one without a gradient")
-        _check_numbers("value", value, *scores)
+        check_numbers("value", value, *scores)
         return value
 
     def _offsets(self, part: slice | Tensor, rows: Tensor) -> Tensor:
@@ -141,7 +144,7 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _check_numbers(name: str, x: Tensor, *scores: Tensor) -> None:
+def check_numbers(name: str, x: Tensor, *scores: Tensor) -> None:
     """No NaN, unless a score is one."""
     count = int(x.isnan().sum()) if values_are_checked(x.device) else 0
     if count and not any(score.isnan().any() for score in scores):
