@@ -30,12 +30,14 @@ def test_a_keyword_that_a_function_does_not_have_is_refused(call, name):
 
 
 @pytest.mark.parametrize("impl", ENGINES)
-def test_autocast_rounds_the_bias_too(impl):
-    """As `F.linear` does; the reference has code of its own for it. 1 + 2^-9 is no bf16 number."""
-    bias = torch.linspace(1.0, 9.0, 20) + 2.0**-9
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_rounds_the_bias_too(impl, dtype):
+    """As `F.linear` does, also beside a head that is in its dtype; the reference has code of its own for it. 1 + 2^-9 is
+    no bf16 number."""
+    bias, (hidden, weight) = torch.linspace(1.0, 9.0, 20) + 2.0**-9, (x.to(dtype) for x in (HIDDEN, WEIGHT))
     with torch.autocast("cpu", torch.bfloat16):
-        got, want = (fused_linear_logprobs(HIDDEN, WEIGHT, IDS, lm_head_bias=bias, impl=i) for i in (impl, "reference"))
-        exact = fused_linear_logprobs(HIDDEN, WEIGHT, IDS, lm_head_bias=bias.bfloat16(), impl=impl)
+        got, want = (fused_linear_logprobs(hidden, weight, IDS, lm_head_bias=bias, impl=i) for i in (impl, "reference"))
+        exact = fused_linear_logprobs(hidden, weight, IDS, lm_head_bias=bias.bfloat16(), impl=impl)
     torch.testing.assert_close(got.logps, want.logps, atol=2e-5, rtol=0)
     assert torch.equal(got.logps, exact.logps)
     unrounded = fused_linear_logprobs(HIDDEN.bfloat16(), WEIGHT.bfloat16(), IDS, lm_head_bias=bias, impl=impl)

@@ -21,7 +21,7 @@ from torch.nn.functional import dropout
 from grpo_fused.call.calls import LMHead
 from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.call.layout import active_tokens
-from grpo_fused.engines.products import ieee_products
+from grpo_fused.engines.products import ieee_products, rounded_bias
 
 
 def composed(
@@ -35,9 +35,7 @@ def composed(
     if isinstance(weight, Tensor) and not adapters:
         return head, hidden_states
     compute, wide, scale = head.compute_dtype, head.statistics_dtype, None
-    own = weight.dtype if isinstance(weight, Tensor) else hidden_states.dtype
-    if head.bias is not None and compute != torch.promote_types(hidden_states.dtype, own):  # see `rounded_bias`
-        head = head._replace(bias=head.operand(head.bias))
+    head = rounded_bias(head)  # before the dtype changes
     if isinstance(weight, QuantizedWeight):
         if weight.scales_rows:
             scale = weight.scale.detach().to(wide).reshape(-1).contiguous()

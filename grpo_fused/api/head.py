@@ -21,7 +21,7 @@ from grpo_fused.call.head_parts import HeadAdapter, QuantizedWeight
 from grpo_fused.call.layout import Layout, split_temperature
 from grpo_fused.call.options import check_flag, check_integer
 from grpo_fused.engines import Impl
-from grpo_fused.engines.products import compute_dtype
+from grpo_fused.engines.products import autocast_rounds, compute_dtype
 from grpo_fused.ranks.handshake import refusing_together
 from grpo_fused.ranks.parallel import ParallelGroups, whole
 
@@ -161,7 +161,8 @@ def head_of(
         any_whole = may_need_whole_head(sets, token_ids, mask, most) or group is not None
     weight = lm_head_weight if isinstance(lm_head_weight, Tensor) else lm_head_weight.values
     softcap = None if softcap is None else float(softcap)
-    head = LMHead(weight, bias, float(logit_scale), softcap, *split_temperature(temperature), compute)
+    rounds_bias = autocast_rounds(compute, hidden_states.device)
+    head = LMHead(weight, bias, float(logit_scale), softcap, *split_temperature(temperature), compute, rounds_bias)
     head, hidden_states = composed(head, lm_head_weight, adapters, hidden_states, mask)
     run = Run(engine, max_scratch_bytes, compact, ParallelGroups.encode(group), adds, any_whole)
     return hidden_states, head, TokenSets.of(sets), run
@@ -210,5 +211,8 @@ def beside(
     computes = head.compute_dtype, compute_dtype(hidden_states, lm_head_weight)
     if torch.float64 in computes:  # differences of logits are taken in one dtype
         computes = torch.float64, torch.float64
-    other = LMHead(lm_head_weight, lm_head_bias, float(logit_scale), softcap, compute_dtype=computes[1])
+    other = LMHead(
+        lm_head_weight, lm_head_bias, float(logit_scale), softcap, compute_dtype=computes[1],
+        rounds_bias=autocast_rounds(computes[1], hidden_states.device),
+    )  # fmt: skip
     return head._replace(compute_dtype=computes[0]), other

@@ -372,7 +372,7 @@ def _alternatives(call: calls.CustomCall | calls.LogprobsCall, tokens: Tokens) -
     sets = call.alternatives.sets
     if sets is None:
         return None
-    name, head = call.run.engine, rounded_bias(call.hidden_states, call.lm_head)
+    name, head = call.run.engine, rounded_bias(call.lm_head)
     vocab_size = head.vocab_size if tokens.vocab is None else tokens.vocab.total
     return Alternatives(head, tokens, sets, _pairs(call), engines.largest_sparse_set(name, vocab_size))
 
@@ -381,7 +381,7 @@ def _candidate_gradients(
     call: calls.LogprobsCall, tokens: Tokens, gradients: Gradients, needs: calls.Needs, add_to: Tensor | None
 ) -> HeadGradients:
     """With dW in the weight's dtype and db, from the derivatives of candidates."""
-    head, weight = rounded_bias(call.hidden_states, call.lm_head), call.lm_head.weight
+    head, weight = rounded_bias(call.lm_head), call.lm_head.weight
     assert gradients.candidates is not None
     made = gradients._replace(
         weight=(sparse_zeros_like(weight) if add_to is None else add_to) if needs.need_weight else None,

@@ -277,7 +277,7 @@ def run_logprobs_gradient(
 
 
 def _head(call: calls.LinearCall) -> calls.LMHead:
-    return rounded_bias(call.hidden_states, call.lm_head)
+    return rounded_bias(call.lm_head)
 
 
 def clean_coefficients(

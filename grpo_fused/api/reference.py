@@ -65,7 +65,7 @@ def _with_rows(head: LMHead, used: Tensor) -> LMHead:
 
 def _logits(hidden: Tensor, head: LMHead, active: Tensor) -> Tensor:
     """[..., V] at temperature 1; hidden states count 0 where not `active`."""
-    compute, dtype, bias = head.compute_dtype, head.statistics_dtype, rounded_bias(hidden, head).bias
+    compute, dtype, bias = head.compute_dtype, head.statistics_dtype, rounded_bias(head).bias
     with torch.autocast(hidden.device.type, enabled=False), ieee_products():
         rounded = hidden.to(compute) if head.base is None else hidden  # `composed` has done so, for gradients in fp32
         states = torch.where(active.unsqueeze(-1), rounded.to(dtype), 0.0)

@@ -70,6 +70,8 @@ class LMHead(NamedTuple):
     """else as given: 0-d, one for each sequence, or one for each token"""
     compute_dtype: torch.dtype = torch.float32
     """hidden states and weight are rounded to it first: their promoted dtype, or autocast's"""
+    rounds_bias: bool = False
+    """whether the bias is, too: by autocast"""
     base: Tensor | None = None
     """[V, B] without a gradient, in floating point, or the values of a `QuantizedWeight`"""
     row_scale: Tensor | None = None

@@ -64,7 +64,7 @@ class DivergenceEngine(ChunkedEngine):
         self.top_k = None if top_k is None else tuple(x.flatten(0, -2) for x in top_k)
         self.other: tuple[Tensor, LMHead] | None = None
         if hidden_states is not None and head is not None:
-            self.other = flat_view(hidden_states), rounded_weight(rounded_bias(hidden_states, head))
+            self.other = flat_view(hidden_states), rounded_weight(rounded_bias(head))
 
     def score(self, work: Work) -> Statistics:
         """See `Engine.score`; the divergence of the rows, too."""

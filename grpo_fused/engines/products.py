@@ -89,11 +89,14 @@ def _restore_precision(backend: Any, precision: str) -> None:
 
 def compute_dtype(hidden_states: Tensor, lm_head_weight: Tensor) -> torch.dtype:
     """The dtype that inputs are rounded to: autocast's where it applies, else the promoted one."""
-    device = hidden_states.device.type
+    device = hidden_states.device
     dtype = torch.promote_types(hidden_states.dtype, lm_head_weight.dtype)
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return dtype
+    return torch.get_autocast_dtype(device.type) if autocast_rounds(dtype, device) else dtype
+
+
+def autocast_rounds(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether autocast is on, and applies to products in this dtype."""
+    return torch.is_autocast_enabled(device.type) and dtype != torch.float64
 
 
 def has_products_in(dtype: torch.dtype, device: torch.device) -> bool:
@@ -123,12 +126,11 @@ def has_fp32_output(head: LMHead) -> bool:
     return dtype == torch.float16 and not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
-def rounded_bias(hidden_states: Tensor, head: LMHead) -> LMHead:
+def rounded_bias(head: LMHead) -> LMHead:
     """The head with its bias as the products are rounded: autocast rounds it, else it is added in fp32."""
-    if head.base is not None or head.bias is None:  # with a base, `composed` rounds it
+    if head.bias is None or not head.rounds_bias:
         return head
-    by_autocast = head.compute_dtype != torch.promote_types(hidden_states.dtype, head.weight.dtype)
-    return head._replace(bias=head.operand(head.bias)) if by_autocast else head
+    return head._replace(bias=head.operand(head.bias), rounds_bias=False)
 
 
 def rounded_weight(head: LMHead) -> LMHead:

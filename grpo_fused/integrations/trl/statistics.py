@@ -25,7 +25,7 @@ def extra_statistics(call: LogprobsCall, names: Sequence[str]) -> dict[str, Tens
     """
     if not names:
         return {}
-    hidden, targets, head = call.hidden_states, call.token_ids, products.rounded_bias(call.hidden_states, call.lm_head)
+    hidden, targets, head = call.hidden_states, call.token_ids, products.rounded_bias(call.lm_head)
     weight, transform = head.weight, products.transform(head, head.temperature)
     head = products.rounded_weight(head)
     budget = scratch_budget(hidden.device, call.run.max_scratch_bytes)
