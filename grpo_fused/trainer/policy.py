@@ -134,6 +134,8 @@ class Policy:
         if self.accelerator.num_processes > 1:  # a GPU waits for it
             most = int(self.accelerator.gather(torch.tensor([most], device=self.accelerator.device)).max())
         pieces = [(batch, rollout.rows(batch)) for batch in batches]
+        if most == len(pieces):
+            return pieces
         first = rollout.rows(slice(0, 1))
         idle = first._replace(completion_mask=torch.zeros_like(first.completion_mask))
         return pieces + [(rollout.completion_ids.new_zeros(1), idle)] * (most - len(pieces))
