@@ -284,7 +284,8 @@ def test_a_module_of_the_working_folder_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     script = tmp_path / "elsewhere" / "script.py"
     script.write_text("from grpo_fused.rewards import math_verifier\nassert math_verifier.equal('xx', 'x^2', 2.0)")
-    subprocess.run([sys.executable, str(script)], cwd=tmp_path, timeout=180, check=True)
+    here = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=here, timeout=180, check=True)
 
 
 def test_ctrl_c_does_not_end_the_worker() -> None:
