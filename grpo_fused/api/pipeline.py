@@ -230,7 +230,6 @@ def run_logprobs(
         head, tokens, tokens.ids[:0], call.with_entropy, run.max_scratch_bytes, candidate_z=candidate_z,
         needs=calls.HIDDEN_ALONE if call.with_dhidden else calls.NO_GRADIENT, only_logps=call.with_dhidden,
     )  # fmt: skip
-    engine.chunk_rows(head, 1, run.max_scratch_bytes)  # raises here, not in a backward, if no token fits
     started = None
     if not run.compact:
         rows = all_rows(tokens.ids)
