@@ -40,10 +40,10 @@ def is_harmless(answer: str) -> bool:
     try:
         nodes = list(ast.walk(ast.parse(answer.strip(), mode="eval")))
         has_text = any(isinstance(node, (ast.List, ast.Tuple)) or _is_text(node) for node in nodes)
-        return all(_is_allowed(node) and not (has_text and _multiplies(node)) for node in nodes)
+        return all(_is_allowed(node) and not (has_text and isinstance(node, ast.Mult)) for node in nodes)
     except SyntaxError:  # also for the verifier, but SymPy reads more than Python, such as 9!
         return bool(_WORDS.fullmatch(answer))
-    # Deep nesting and null bytes raise different errors in different Python versions.
+    # Deep nesting and null bytes raise different errors in different versions of Python.
     except (ValueError, RecursionError, MemoryError):
         return False
 
@@ -55,7 +55,7 @@ def _is_allowed(node: ast.AST) -> bool:
         return isinstance(node.value, (int, float)) and node.value < _MAX_NUMBER
     if isinstance(node, ast.Call):
         inner = [each for argument in node.args for each in ast.walk(argument)]
-        return _calls(node, _FUNCTIONS) and not node.keywords and not any(_calls(each, {"exp"}) for each in inner)
+        return _calls(node, _FUNCTIONS) and not any(_calls(each, {"exp"}) for each in inner)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         exponent = evaluate_arithmetic(ast.unparse(node.right))
         is_small = exponent is not None and abs(exponent.value) <= _MAX_EXPONENT
@@ -69,7 +69,3 @@ def _calls(node: ast.AST, names: frozenset[str] | set[str]) -> bool:
 
 def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
-def _multiplies(node: ast.AST) -> bool:
-    return isinstance(node, (ast.Mult, ast.Pow))
