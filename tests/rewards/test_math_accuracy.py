@@ -144,6 +144,7 @@ def test_answers(completion: str, right: str | float | None, expected: float, wi
         pytest.param(r"is it \int? \frac{1}{3}", r"\sqrt{1/9}", 0.0, id="a-part-of-a-text"),
         pytest.param("0.0", r"6.6 \times 10^{-34}", 0.0, id="zero-for-a-small-number"),
         pytest.param(r"6.7 \times 10^{-34}", r"6.6 \times 10^{-34}", 0.0, id="another-small-number"),
+        pytest.param("0.00000066", "x = 0.0000006626", 0.0, id="two-digits-of-a-small-number"),
         pytest.param(r"0.66 \times 10^{-33}", r"6.6 \times 10^{-34}", 1.0, id="the-same-small-number"),
         pytest.param("0.0", r"x = 3 \times 10^{-7}", 0.0, id="zero-for-a-small-assignment"),
         pytest.param("0.333333", r"\sqrt{1/9}", 1.0, id="six-decimals"),
