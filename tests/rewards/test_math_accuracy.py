@@ -147,6 +147,7 @@ def test_answers(completion: str, right: str | float | None, expected: float, wi
         pytest.param("0.00000066", "x = 0.0000006626", 0.0, id="two-digits-of-a-small-number"),
         pytest.param(r"0.66 \times 10^{-33}", r"6.6 \times 10^{-34}", 1.0, id="the-same-small-number"),
         pytest.param("0.0", r"x = 3 \times 10^{-7}", 0.0, id="zero-for-a-small-assignment"),
+        pytest.param(r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\(2)\end{pmatrix}", 1.0, id="matrix"),
         pytest.param("0.333333", r"\sqrt{1/9}", 1.0, id="six-decimals"),
     ],
 )
