@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -373,8 +374,9 @@ def test_wrong_calls_say_what_was_expected() -> None:
         math_accuracy_reward(["72"], solution=["72", "73"])
     with pytest.raises(TypeError, match="answer column must hold str, int, float or None; got list"):
         math_accuracy_reward(["72"], [["72"]])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="answer column must hold finite numbers, or None for no answer; got nan"):
-        math_accuracy_reward(["<answer>NaN</answer>"], [float("nan")])
+    for number in (math.nan, -math.inf):
+        with pytest.raises(ValueError, match=f"answer column must hold finite numbers, or None .*; got {number}"):
+            math_accuracy_reward([f"<answer>{number}</answer>"], [number])
     for name in ("seconds", "total_seconds"):
         with pytest.raises(ValueError, match=f"^{name} must be > 0; got 0"):
             math_accuracy_reward(["72"], ["72"], **{name: 0})
