@@ -16,7 +16,7 @@ _NUMBER = re.compile(
     r"([-+]?\\?\$?|\\?\$?[-+])"
     r"(?=\.?[0-9])((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]*)?)(?:/([0-9]+))?(?:\s*\\?%)?"
 )
-_LATEX_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
+_LATEX_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}(?:\s*\\?%)?")
 
 _WRAPPED = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf))?\{([^{}]*)\}|\(([^()]*)\)")
 _ONE_NUMBER = re.compile(
@@ -29,9 +29,9 @@ _ONE_NUMBER = re.compile(
         | (?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!)[0-9]{3})+|[0-9]*)(?:\.[0-9]*)?(?<=[0-9.])(?:\\overline\{[0-9]+\})?
     )
     (?:  # the unit: no number, and no operator but the slash of km/h and the exponent of m^2
-        [\sA-Za-z°%.] | \\[%,;:!\ ] | \\(?:text|textbf|mathrm|mbox)\s*\{[A-Za-z.%/°\ ]*\}
+        [\sA-Za-z°%.~] | \\[%,;:!\ ] | \\(?:text|textbf|mathrm|mbox)\s*\{[A-Za-z.%/°\ ]*\}
         | \^?\{?(?:\\circ|\\degree)\}? | (?<=[A-Za-z])/(?=[A-Za-z])
-        | (?:(?<=[A-Za-z])|(?<=[A-Za-z]\}))\^\{?[23]\}?
+        | (?:(?<=[A-Za-z])|(?<=[A-Za-z]\})|(?<=[A-Za-z][.\ ]\}))\^\{?[23]\}?
     )*
     """,
     re.VERBOSE,

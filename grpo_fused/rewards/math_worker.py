@@ -14,6 +14,7 @@ from typing import Any
 
 MEMORY_BYTES = 2 << 30
 MATH_MODE = re.compile(r"\\?\$|(?<!\\)\\[()\[\]]")  # not the \\[2pt] of a matrix
+FRACTION_PERCENT = re.compile(r"(\\[dt]?frac(?:\{[0-9]+\}\{[0-9]+\}|[0-9]{2}))\s*\\?%\Z")  # math-verify cannot read it
 
 
 def limit_memory() -> None:
@@ -58,7 +59,8 @@ def main() -> None:
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
 
     def read(text: str) -> list[object]:
-        box = "\\boxed{" + MATH_MODE.sub("", text).strip().removesuffix(".") + "}"
+        plain = MATH_MODE.sub("", text).replace("~", " ").strip().removesuffix(".")
+        box = "\\boxed{" + FRACTION_PERCENT.sub(r"\1", plain) + "}"
         # The first match is the whole box. Any other is a part of a text that cannot be read, such as a fraction in it.
         return list(parse(box, latex, "no_fallback", "first_match", parsing_timeout=None))
 

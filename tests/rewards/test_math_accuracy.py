@@ -44,6 +44,7 @@ GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = 72 al
         pytest.param(r"3/4 \%", Fraction(3, 4), id="percent-apart"),
         pytest.param("3/4", Fraction(3, 4), id="fraction"),
         pytest.param(r"-\dfrac{3}{4}", Fraction(-3, 4), id="latex-fraction"),
+        pytest.param(r"\frac{1}{2} \%", Fraction(1, 2), id="percent-after-latex-fraction"),
         pytest.param(".5", Fraction(1, 2), id="bare-decimals"),
         pytest.param("0072.0", 72, id="zeros"),
         pytest.param("1,2", None, id="two-numbers"),
@@ -150,6 +151,11 @@ def test_answers(completion: str, right: str | float | None, expected: float, wi
         pytest.param("0.0", r"x = 3 \times 10^{-7}", 0.0, id="zero-for-a-small-assignment"),
         pytest.param(r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\(2)\end{pmatrix}", 1.0, id="matrix"),
         pytest.param("0.333333", r"\sqrt{1/9}", 1.0, id="six-decimals"),
+        pytest.param(r"\frac{1}{2}\%", r"0.5\%", 1.0, id="percent-after-a-fraction"),
+        pytest.param(r"33\frac13 \%", r"33\frac{1}{3}\%", 1.0, id="percent-after-a-mixed-number"),
+        pytest.param(r"\frac{8}{5}~\text{cm}", "1.6", 1.0, id="unit-after-a-tie"),
+        pytest.param(r"25\text{ in.}^2", "25", 1.0, id="square-of-a-unit-with-full-stop"),
+        pytest.param(r"25\mathrm{ m }^{2}", "25", 1.0, id="square-of-a-unit-with-spaces"),
     ],
 )
 def test_formulas(answer: str, right: str, expected: float) -> None:
@@ -164,7 +170,7 @@ def test_formulas(answer: str, right: str, expected: float) -> None:
         "12*3+6", "12 \\times 3 + 6", "6\\cdot 7", "(6)(7)", "84/2", "42/1", r"\frac{84}{2}", "41+1", "43-1", "2^5+10",
         r"\sqrt{1764}", "|42|", "42=42", r"4.2\times 10^1", "84.0/2", "x=41+1", "41 + 1 cm", r"\text{41+1}", "(41+1)",
         r"21\text{ times 2}", "42 - 0", "42 0/1", "--42", "7!/120", "4,2", "(4,2)", "42,", "42{,}0",
-        r"3\frac{1}{2}^2",
+        r"3\frac{1}{2}^2", r"3\text{}^2", r"3\text{ }^2",
     ],
 )  # fmt: skip
 def test_an_expression_is_not_its_value(answer: str) -> None:
