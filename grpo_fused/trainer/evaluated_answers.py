@@ -22,6 +22,7 @@ _FUNCTIONS = frozenset([
     "exp", "log", "ln", "sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh",
     "tanh", "Abs",
 ])
+_EXPONENTIALS = frozenset(["exp", "sinh", "cosh"])  # a function of one may need as many digits as it is large
 # fmt: on
 _MAX_CHARACTERS = 10_000
 _MAX_EXPONENT = 100
@@ -55,7 +56,7 @@ def _is_allowed(node: ast.AST) -> bool:
         return isinstance(node.value, (int, float)) and node.value < _MAX_NUMBER
     if isinstance(node, ast.Call):
         inner = [each for argument in node.args for each in ast.walk(argument)]
-        return _calls(node, _FUNCTIONS) and not any(_calls(each, {"exp"}) for each in inner)
+        return _calls(node, _FUNCTIONS) and not any(_calls(each, _EXPONENTIALS) for each in inner)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         exponent = evaluate_arithmetic(ast.unparse(node.right))
         is_small = exponent is not None and abs(exponent.value) <= _MAX_EXPONENT
@@ -63,7 +64,7 @@ def _is_allowed(node: ast.AST) -> bool:
     return isinstance(node, _NODES)
 
 
-def _calls(node: ast.AST, names: frozenset[str] | set[str]) -> bool:
+def _calls(node: ast.AST, names: frozenset[str]) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
 
 

@@ -31,7 +31,7 @@ def test_answers_of_the_data_sets_are_scored(answer: str) -> None:
         "__import__('os').system('true')", "open('f')", "print (1)", "exec\t('1')", "().__class__", "x.y", "x[0]", "f'{x}'",
         "[x for x in 'a']", "lambda: 1", "(x := 1)", "sin('1+1')", "['1+1']", "sin(*x)", "sin(x=1)", "sin(x)(1)",
         "9**9**9", "(9**99)**99", "2**x", "9**1000", "10**10*[1]", "'a'*10**9", "1e999999999", "9!", "factorial(9)",
-        "exp(exp(9))", "sin(exp(99))", "1 << 99", "9 if 1 else 2", "b'a'", "1j", "x\x00(", "(" * 9000, "1" * 10_001,
+        "exp(exp(9))", "sin(exp(99))", "sin(sinh(1e8))", "tan(1 + cosh(1e8))", "1 << 99", "9 if 1 else 2", "b'a'", "1j", "x\x00(", "(" * 9000, "1" * 10_001,
     ],
 )  # fmt: skip
 def test_other_answers_are_not(answer: str) -> None:
