@@ -207,6 +207,12 @@ class TestMisbehaviour:
         with pytest.raises(ValueError, match="objective's gradient by entropies must be a number for every token"):
             self.call(lambda logps, entropies: logps + kink(entropies), impl, with_entropy=True).loss.backward()
 
+    @pytest.mark.parametrize("impl", ["chunked", "native", "reference"])
+    @pytest.mark.parametrize("upstream", [torch.nan, torch.inf])
+    def test_a_loss_whose_own_gradient_is_not_finite_is_no_fault_of_the_objective(self, impl, upstream):
+        """0 times infinity is NaN."""
+        (self.call(lambda logps, _: logps * (logps < -3), impl).loss * upstream).backward()
+
     def test_in_place(self):
         with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
             self.call(lambda logps, entropies: logps.mul_(2))

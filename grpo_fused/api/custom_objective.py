@@ -143,8 +143,8 @@ def fused_linear_objective(
         with torch.autocast(hidden_states.device.type, enabled=False):  # as the engines call it
             logps = scores.logps.reshape(-1)[rows].clamp(min=LOWEST_LOGP)
             of_rows = None if entropies is None else entropies.reshape(-1)[rows]
-            _check_gradients(logps, of_rows, of_alternatives)
             shares = evaluation_of(call, rows).value(slice(0, len(rows)), logps, of_rows, of_alternatives)
+            _check_gradients(shares, logps, of_rows, of_alternatives)
         nothing = scores.logps.reshape(-1)[:0].sum()  # has a gradient, also if no token is active
         loss = shares.sum().to(scores.logps.dtype) + nothing
         return ObjectiveOutput(loss, scores.logps.detach(), None if entropies is None else entropies.detach())
@@ -152,14 +152,20 @@ def fused_linear_objective(
     return ObjectiveOutput(loss, logps, entropies if with_entropy else None)
 
 
-def _check_gradients(logps: Tensor, *others: Tensor | None) -> None:
-    """Let autograd raise where the gradient of an objective by one of its scores is NaN."""
-    values = logps.detach()  # with its graph, the hook would keep itself alive
+def _check_gradients(value: Tensor, logps: Tensor, *others: Tensor | None) -> None:
+    """Let autograd raise where the gradient by a score is NaN, though that of the objective's value is finite."""
+    # hooks hold no tensor with a graph, or they would keep themselves alive
+    scores, upstream = logps.detach(), list[Tensor]()
+
+    def remember(gradient: Tensor) -> None:
+        upstream[:] = [gradient.detach() * 0]  # NaN where it is not finite
 
     def check_one(gradient: Tensor, name: str, own: Tensor) -> None:
         if not is_batched(gradient):
-            check_numbers(name, gradient, values, own)
+            check_numbers(name, gradient, scores, own, *upstream)
 
+    if value.requires_grad:  # first, for an objective that returns a score
+        value.register_hook(remember)
     for name, x in zip(GRADIENTS, (logps, *others), strict=True):
         if x is not None and x.requires_grad:
             x.register_hook(partial(check_one, name=name, own=x.detach()))
