@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from grpo_fused import fused_linear_logprobs, head_hidden_states, lm_head_inputs
 from grpo_fused.call.head_parts import dense_weight
 from grpo_fused.call.validation import is_alone_with
+from grpo_fused.heads.hidden import accepts
 from grpo_fused.rollouts.errors import DivergedError
 from grpo_fused.trainer.config import GRPOTrainerConfig
 from grpo_fused.trainer.rollout import Rollout, micro_batches
@@ -94,13 +95,17 @@ class Policy:
         return states
 
     def _separate_states(self, rollout: Rollout) -> Tensor:
-        """Each completion follows its prompt; padding comes last, where no token of a causal model sees it."""
+        """Each completion follows its prompt; padding comes last, where no token of a causal model sees it.
+
+        Positions are given, as by `generate`: RoBERTa's own begin after that of its padding.
+        """
         both = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)  # [B, P + T]
         prompts, completions = rollout.prompt_mask.sum(1, keepdim=True), rollout.completion_mask.sum(1, keepdim=True)
         width = int((prompts + completions).max())
         columns = torch.arange(both.shape[1], device=both.device)
         places = (rollout.prompt_ids.shape[1] - prompts + columns[:width]).clamp(max=both.shape[1] - 1)
-        states = head_hidden_states(self.model, both.gather(1, places))  # [B, width, H]
+        options = {"position_ids": columns[:width].expand(len(both), -1)} if accepts(self.model, "position_ids") else {}
+        states = head_hidden_states(self.model, both.gather(1, places), **options)  # [B, width, H]
         before = (prompts - 1 + columns[: rollout.completion_ids.shape[1]]).clamp(max=width - 1)  # [B, T]
         starts = width * torch.arange(len(both), device=both.device).unsqueeze(1)
         return states.flatten(0, 1).index_select(0, (starts + before).flatten()).unflatten(0, before.shape)

@@ -24,6 +24,8 @@ from transformers import (
     OpenAIGPTLMHeadModel,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
     xLSTMConfig,
     xLSTMForCausalLM,
 )
@@ -498,7 +500,9 @@ def test_a_completion_follows_its_prompt_without_a_gap(
     """The model runs as many columns as the longest row has tokens, padding last; the states are those of each row."""
     seen: list[Tensor] = []
     monkeypatch.setattr(
-        policies, "head_hidden_states", lambda model, ids: (seen.append(ids), head_hidden_states(model, ids))[1]
+        policies,
+        "head_hidden_states",
+        lambda model, ids, **x: (seen.append(ids), head_hidden_states(model, ids, **x))[1],
     )
     policy, lengths = Policy(model, Accelerator(), GRPOTrainerConfig()), [(1, 5), (4, 1), (7, 2)]
     rollout = rollout_of(lengths)
@@ -522,6 +526,18 @@ def test_a_model_with_learned_positions_scores_prompts_of_different_lengths(toke
     for row in torch.arange(2).split(1):
         alone = scores_of(policy, rollout.rows(row))
         torch.testing.assert_close(scores_of(policy, rollout)[row], alone, rtol=0, atol=1e-5)
+
+
+def test_a_model_whose_own_positions_do_not_begin_at_0_scores_as_it_samples(tokenizer: PreTrainedTokenizerFast) -> None:
+    config = RobertaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=32, is_decoder=True, initializer_range=1.0,
+    )  # fmt: skip
+    model: Any = RobertaForCausalLM(config).eval()
+    rollout = sampled(model, tokenizer, ["1+2=", "12+34="], max_completion_length=4, records="sampled")
+    assert rollout.sampling_logps is not None
+    scores, mask = scores_of(Policy(model, Accelerator(), GRPOTrainerConfig()), rollout), rollout.completion_mask
+    torch.testing.assert_close(scores[mask], rollout.sampling_logps[mask], rtol=0, atol=1e-4)
 
 
 def test_what_padding_gives_may_be_nan_on_a_cpu(model: Qwen2ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
