@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 
 from grpo_fused.rewards.arithmetic import evaluate_arithmetic
@@ -26,12 +27,12 @@ _EXPONENTIALS = frozenset(["exp", "sinh", "cosh"])  # a function of one may need
 # fmt: on
 _MAX_CHARACTERS = 10_000
 _MAX_EXPONENT = 100
-_MAX_NUMBER = 1e100
+_MAX_DIGITS = 10_000  # of the largest number that an answer can make
 _WORDS = re.compile(r"[\w\s-]*")
 
 
 def is_harmless(answer: str) -> bool:
-    """Whether evaluating the answer runs no code of the policy's and makes no number of more than some hundred digits.
+    """Whether evaluating the answer runs no code of the policy's and makes no number of more than 10,000 digits.
 
     These are words and numbers (a row of a matrix, a board), lists of numbers and single characters, and formulas of
     numbers, symbols, `+ - * / **` and SymPy's elementary functions; powers have a number as exponent.
@@ -39,9 +40,11 @@ def is_harmless(answer: str) -> bool:
     if len(answer) > _MAX_CHARACTERS:
         return False
     try:
-        nodes = list(ast.walk(ast.parse(answer.strip(), mode="eval")))
+        tree = ast.parse(answer.strip(), mode="eval")
+        nodes = list(ast.walk(tree))
         has_text = any(isinstance(node, (ast.List, ast.Tuple)) or _is_text(node) for node in nodes)
-        return all(_is_allowed(node) and not (has_text and isinstance(node, ast.Mult)) for node in nodes)
+        is_allowed = all(_is_allowed(node) and not (has_text and isinstance(node, ast.Mult)) for node in nodes)
+        return is_allowed and _digits(tree.body) <= _MAX_DIGITS
     except SyntaxError:  # also for the verifier, but SymPy reads more than Python, such as 9!
         return bool(_WORDS.fullmatch(answer))
     # Deep nesting and null bytes raise different errors in different versions of Python.
@@ -53,15 +56,29 @@ def _is_allowed(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):
         if isinstance(node.value, str):
             return len(node.value) == 1  # SymPy evaluates a longer text, too
-        return isinstance(node.value, (int, float)) and node.value < _MAX_NUMBER
+        return isinstance(node.value, (int, float))
     if isinstance(node, ast.Call):
         inner = [each for argument in node.args for each in ast.walk(argument)]
         return _calls(node, _FUNCTIONS) and not any(_calls(each, _EXPONENTIALS) for each in inner)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        exponent = evaluate_arithmetic(ast.unparse(node.right))
-        is_small = exponent is not None and abs(exponent.value) <= _MAX_EXPONENT
-        return is_small and not any(isinstance(each, ast.Pow) for each in ast.walk(node.left))
+        return _exponent(node) <= _MAX_EXPONENT
     return isinstance(node, _NODES)
+
+
+def _exponent(power: ast.BinOp) -> float:
+    """Its size; infinite if it is no number."""
+    found = evaluate_arithmetic(ast.unparse(power.right))
+    return math.inf if found is None else float(abs(found.value))
+
+
+def _digits(node: ast.AST) -> float:
+    """At least the decimal digits of an allowed formula's value; a symbol counts as a number of one digit."""
+    if isinstance(node, (ast.Constant, ast.Name)):
+        number = node.value if isinstance(node, ast.Constant) and not isinstance(node.value, str) else 1
+        return math.log10(max(number, 1)) + 1  # type: ignore[type-var, arg-type]  # 1e999 is infinite
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return _digits(node.left) * max(_exponent(node), 1.0)
+    return sum(_digits(child) for child in ast.iter_child_nodes(node))
 
 
 def _calls(node: ast.AST, names: frozenset[str]) -> bool:
