@@ -19,7 +19,8 @@ from grpo_fused import (
     grpo_loss,
     selective_logprobs,
 )
-from grpo_fused.call.validation import check_one_device
+from grpo_fused.call.calls import LogitsCall
+from grpo_fused.call.validation import check_devices
 from grpo_fused.objectives import gpg
 
 B, T, H, V = 2, 3, 4, 5
@@ -235,8 +236,11 @@ def test_named_engine_that_cannot_run(impl, reason):
 def test_devices_that_differ():
     with pytest.raises(ValueError, match="lm_head_weight must be in memory; got a tensor on meta, which has no values"):
         loss(lm_head_weight=torch.empty(V, H, device="meta"))
-    with pytest.raises(ValueError, match="all tensors must be on one device; got .*lm_head_weight on meta"):
-        check_one_device(hidden_states=torch.empty(1), lm_head_weight=torch.empty(1, device="meta"))
+    elsewhere = torch.empty(1, device="meta")
+    for value, name in ((elsewhere, "mask"), ({"x": elsewhere}, r"mask\['x'\]")):  # objectives have named inputs
+        call = LogitsCall(torch.empty(1, 2), torch.empty(1), value, None, 1.0, False)
+        with pytest.raises(ValueError, match=f"all tensors must be on one device; got .*, {name} on meta"):
+            check_devices(call)
 
 
 def test_same_errors_from_the_reference():

@@ -74,8 +74,8 @@ def _exponent(power: ast.BinOp) -> float:
 def _digits(node: ast.AST) -> float:
     """At least the decimal digits of an allowed formula's value; a symbol counts as a number of one digit."""
     if isinstance(node, (ast.Constant, ast.Name)):
-        number = node.value if isinstance(node, ast.Constant) and not isinstance(node.value, str) else 1
-        return math.log10(max(number, 1)) + 1  # type: ignore[type-var, arg-type]  # 1e999 is infinite
+        value = getattr(node, "value", None)
+        return math.log10(max(value, 1)) + 1 if isinstance(value, (int, float)) else 1.0  # 1e999 is infinite
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         return _digits(node.left) * max(_exponent(node), 1.0)
     return sum(_digits(child) for child in ast.iter_child_nodes(node))

@@ -64,7 +64,7 @@ class Updater:
 
         Args:
             rollout: B sequences.
-            advantages: [B] float, best on the CPU: they say what is left out.
+            advantages: [B] float, best on the CPU: where they are 0 is read first.
 
         Returns:
             One dictionary for each optimizer step, the same on all processes: loss, grad_norm, learning_rate and the
