@@ -364,3 +364,21 @@ class TestPeers:
         torch.testing.assert_close(out.loss, loss.detach(), rtol=1e-5, atol=0.0)
         assert frobenius_error(dhidden, hidden.grad) <= 2e-5
         assert frobenius_error(dweight, weight.grad) <= 2e-5
+
+
+@pytest.mark.parametrize("engine_rows", [None, 1 << 17])
+def test_fp16_gradient_operands_hold_a_divergence_of_thousands(monkeypatch, engine_rows):
+    """On CUDA fp16 dlogits feed the tensor cores; here the same code runs on CPU products."""
+    from grpo_fused.engines import chunked, divergence, gradients, products
+
+    pair = Pair(8, (40,), H=16, V=60, std=0.5)
+    pair.other_weight[30:] -= 8000.0 * pair.other[3] / (pair.other[3] @ pair.other[3])  # token 3: half of q is e^-8000
+    pair.mask[3] = True
+    exact = pair.to(torch.float16).to(torch.float64)
+    want = exact.run(impl="reference")
+    assert want[0].divergence[3] > 2000.0
+    for module in (chunked, divergence, gradients, products):
+        monkeypatch.setattr(module, "gradient_dtype", lambda head: torch.float16)
+    got = exact.to(torch.float16).run(max_scratch_bytes=engine_rows)
+    for ours, theirs in zip(got[1:3], want[1:3], strict=True):
+        assert frobenius_error(ours, theirs) < 2e-3

@@ -97,11 +97,14 @@ class DivergenceEngine(ChunkedEngine):
             factor, dlogp, dentropy, scale = None, None, None, None
             if needs.any():
                 factor = self.weights[taken]
+                narrow = gradient_dtype(head) == torch.float16
                 bound = factor.abs()
+                if narrow and self.kind == "reverse_kl" and self.top_k is None:
+                    bound = bound * self._largest_slopes(chunk, head_statistics, block_rows, tokens.vocab)
                 if work.coefficients is not no_coefficients:
                     _, dlogp, dentropy, _ = work.coefficients(part, head_statistics[0])
                     bound = bound + dlogp.abs()
-                if gradient_dtype(head) == torch.float16:
+                if narrow:
                     scale = fp16_scale(head, policy_rows.transform.temperature, bound, dentropy)
             in_place = compiled and dentropy is None  # without temporaries, unless there is a softcap
             size = len(taken) if in_place and head.softcap is None else block_rows
@@ -121,6 +124,16 @@ class DivergenceEngine(ChunkedEngine):
             if needs.any():
                 sums.add(taken, hidden, out, scale)
         return Statistics.concatenate(scores, head.weight, work.with_entropy), sums.result()
+
+    def _largest_slopes(
+        self, chunk: list[Rows], statistics: list[Statistics], block_rows: int, vocab: VocabParallel | None
+    ) -> Tensor:
+        """[K] D + 1, which |dD/dz| of KL(p || q) stays below: hundreds where q is near 0. The others': a few units."""
+        values = []
+        for block in even_chunks(len(chunk[0].raw), block_rows):
+            (z, w), (ours, theirs) = [x.raw[block] for x in chunk], [x.select(block) for x in statistics]
+            values.append(self._divergence(z, w.clone(), ours, theirs, vocab)[0])
+        return torch.cat(values) + 1.0
 
     def _is_compiled(self, like: Tensor) -> bool:
         """Whether the C++ library does the row work: the two KL divergences of fp32 rows on a CPU."""
