@@ -99,7 +99,7 @@ class DivergenceEngine(ChunkedEngine):
                 factor = self.weights[taken]
                 narrow = gradient_dtype(head) == torch.float16
                 bound = factor.abs()
-                if narrow and self.kind == "reverse_kl" and self.top_k is None:
+                if narrow and self.kind == "reverse_kl":
                     bound = bound * self._largest_slopes(chunk, head_statistics, block_rows, tokens.vocab)
                 if work.coefficients is not no_coefficients:
                     _, dlogp, dentropy, _ = work.coefficients(part, head_statistics[0])

@@ -30,7 +30,7 @@ from grpo_fused.tools.predictions import Shape
 PACKAGES = ("triton", "transformers", "trl", "liger-kernel", "peft")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-"""CPU flags that decide which products the native engine and the CPU's library have."""
+"""Flags of x86-64 CPUs that decide which products the native engine and the CPU's library have."""
 
 
 BRINGS = {
@@ -103,7 +103,8 @@ def devices() -> list[tuple[str, str]]:
         f"{os.cpu_count()} cores",
         f"torch uses {torch.get_num_threads()}",
     ]
-    cpu += [name if name in info.split() else f"no {name}" for name in INSTRUCTION_SETS if info]
+    if info and platform.machine() == "x86_64":
+        cpu += [name if name in info.split() else f"no {name}" for name in INSTRUCTION_SETS]
     found = [("CPU", ", ".join(cpu))]
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
