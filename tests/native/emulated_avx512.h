@@ -53,10 +53,11 @@ inline Floats from_fp16(__m256i x) {
   return two(_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1)));
 }
 
+template <int Mode>
 inline __m256i to_fp16(Floats x) {
   __m256 half[2];
   std::memcpy(half, &x, 64);
-  return _mm256_set_m128i(_mm256_cvtps_ph(half[1], 0), _mm256_cvtps_ph(half[0], 0));
+  return _mm256_set_m128i(_mm256_cvtps_ph(half[1], Mode), _mm256_cvtps_ph(half[0], Mode));
 }
 
 // To the nearest even; subnormal numbers become 0, a NaN keeps its upper bits and becomes quiet.
@@ -127,7 +128,7 @@ inline Floats scale(Floats x, Floats n) {
 #undef _mm512_cvtph_ps
 #define _mm512_cvtph_ps(x) emulated::from_fp16(x)
 #undef _mm512_cvtps_ph
-#define _mm512_cvtps_ph(x, mode) emulated::to_fp16(x)
+#define _mm512_cvtps_ph(x, mode) emulated::to_fp16<(mode)>(x)
 #undef _mm512_cvtneps_pbh
 #define _mm512_cvtneps_pbh(x) emulated::to_bf16(x)
 #undef _mm512_dpbf16_ps
