@@ -227,7 +227,8 @@ def test_a_token_is_the_same_in_any_batch_and_with_any_threads(impl):
 def test_confident_tokens_are_accurate(impl):
     margins = torch.tensor([18.0, 20.0, 30.0, 60.0], dtype=torch.float64)
     hidden = torch.ones(4, 1, dtype=torch.float64)
-    weight = torch.tensor([[0.0]] + [[-m] for m in margins.tolist()], dtype=torch.float64)
+    # the target's own row is not 0: its 1 - p is seen in dH
+    weight = torch.tensor([[1.0]] + [[1.0 - m] for m in margins.tolist()], dtype=torch.float64)
     mask = torch.zeros(4, 5, dtype=torch.bool)
     mask[:, 0] = True
     mask[torch.arange(4), torch.arange(1, 5)] = True
