@@ -47,6 +47,14 @@ def test_the_compiler_is_the_one_of_a_build(monkeypatch):
         assert doctor.cpp_compiler() == (sysconfig.get_config_var("CXX") or "g++").split()[0]
 
 
+@pytest.mark.parametrize(("machine", "listed"), [("x86_64", True), ("aarch64", False)])
+def test_flags_of_x86_are_listed_there_only(monkeypatch, machine, listed):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(doctor.Path, "exists", lambda path: True)
+    monkeypatch.setattr(doctor.Path, "read_text", lambda path: "model name : a CPU\nflags : fpu avx2")
+    assert ("avx2, no avx512f" in doctor.devices()[0][1]) == listed
+
+
 def test_nothing_warns_of_a_missing_gpu():
     """torch's CUDA builds do, where `torch.utils.cpp_extension` is imported on a machine without one."""
     code = "import sys; from grpo_fused.tools import doctor; print('torch.utils.cpp_extension' in sys.modules)"

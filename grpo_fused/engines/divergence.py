@@ -97,14 +97,14 @@ class DivergenceEngine(ChunkedEngine):
             factor, dlogp, dentropy, scale = None, None, None, None
             if needs.any():
                 factor = self.weights[taken]
-                narrow = gradient_dtype(head) == torch.float16
+                in_fp16 = gradient_dtype(head) == torch.float16
                 bound = factor.abs()
-                if narrow and self.kind == "reverse_kl":
+                if in_fp16 and self.kind == "reverse_kl":
                     bound = bound * self._largest_slopes(chunk, head_statistics, block_rows, tokens.vocab)
                 if work.coefficients is not no_coefficients:
                     _, dlogp, dentropy, _ = work.coefficients(part, head_statistics[0])
                     bound = bound + dlogp.abs()
-                if narrow:
+                if in_fp16:
                     scale = fp16_scale(head, policy_rows.transform.temperature, bound, dentropy)
             in_place = compiled and dentropy is None  # without temporaries, unless there is a softcap
             size = len(taken) if in_place and head.softcap is None else block_rows
@@ -128,7 +128,7 @@ class DivergenceEngine(ChunkedEngine):
     def _largest_slopes(
         self, chunk: list[Rows], statistics: list[Statistics], block_rows: int, vocab: VocabParallel | None
     ) -> Tensor:
-        """[K] D + 1, which |dD/dz| of KL(p || q) stays below: hundreds where q is near 0. The others': a few units."""
+        """[K] bounds of |dD/dz| in KL(p || q): D + 1, hundreds where q is near 0. In the other kinds it stays small."""
         values = []
         for block in even_chunks(len(chunk[0].raw), block_rows):
             (z, w), (ours, theirs) = [x.raw[block] for x in chunk], [x.select(block) for x in statistics]
