@@ -19,6 +19,9 @@ def patch() -> None:
     interpreter._get_np_dtype = _dtype_of
     interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = _refuse_overflow
     interpreter.InterpreterBuilder.create_dot = _create_dot
+    interpreter.TritonSemantic.binary_op_type_checking_impl = _operands
+    tl.core.tensor.__init__ = _init_tensor
+    tl.core.block_type.__init__ = _init_block_type
     interpreter._patch_lang = _patch_language
 
 
@@ -69,6 +72,59 @@ def _refuse_overflow(semantic: object, a: tl.tensor, b: tl.tensor, operation: Ca
         exact = getattr(operator, operation.__name__)(a.handle.data.astype(np.int64), b.handle.data.astype(np.int64))
         fits = (exact >= kind.get_int_min_value()) & (exact <= kind.get_int_max_value())
         assert fits.all(), f"{kind} overflow in {operation.__name__}"
+
+
+_convert_operands = interpreter.TritonSemantic.binary_op_type_checking_impl
+
+
+def _operands(semantic: object, a: object, b: object, *options: object, **more: object) -> tuple[tl.tensor, tl.tensor]:
+    """Those of one shape and of a dtype that is not promoted stay as they are; its own form takes ten calls to see it."""
+    if isinstance(a, tl.tensor) and a.dtype.name in UNPROMOTED:
+        if isinstance(b, tl.tensor) and a.type.name == b.type.name:
+            return a, b
+        if type(b) in (float, int) and a.dtype.name == "fp32" and a.type.is_block():
+            return a, _constant(a.type, b or 0)
+    return _convert_operands(semantic, a, b, *options, **more)
+
+
+UNPROMOTED = ("fp32", "int32", "int64")
+
+
+def _constant(kind: tl.block_type, value: float) -> tl.tensor:
+    key = (kind.name, value)
+    if key not in _constants:
+        data = np.full(tuple(kind.shape), value, np.float32)
+        _constants[key] = tl.tensor(interpreter.TensorHandle(data, tl.float32), kind)
+    return _constants[key]
+
+
+_constants: dict[tuple[str, float], tl.tensor] = {}
+
+
+_init_tensor_anew = tl.core.tensor.__init__
+_shapes_and_sizes: dict[str, tuple[tl.tuple, tl.constexpr]] = {}
+
+
+def _init_tensor(tensor: tl.tensor, handle: object, kind: tl.dtype) -> None:
+    """Its own form makes a constant of triton's for each dimension and for the size; a type's name says them all."""
+    if kind.name not in _shapes_and_sizes:
+        _init_tensor_anew(tensor, handle, kind)
+        _shapes_and_sizes[kind.name] = tensor.shape, tensor.numel
+    tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+    tensor.shape, tensor.numel = _shapes_and_sizes[kind.name]
+
+
+_init_block_type_anew = tl.core.block_type.__init__
+_fields_of_block_types: dict[tuple, dict[str, object]] = {}
+
+
+def _init_block_type(kind: tl.block_type, element_ty: tl.dtype, shape: object) -> None:
+    """Its own form checks the shape and writes the name for each result of an operation."""
+    key = (element_ty.name, *[size.value if type(size) is tl.constexpr else size for size in shape])
+    if key not in _fields_of_block_types:
+        _init_block_type_anew(kind, element_ty, shape)
+        _fields_of_block_types[key] = vars(kind)
+    vars(kind).update(_fields_of_block_types[key])
 
 
 _create_dot_of_numpy = interpreter.InterpreterBuilder.create_dot
