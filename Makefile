@@ -9,8 +9,8 @@ TORCH_INDEX_URL ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-# On all cores, where pip takes one. Some packages have templates that are not Python: that is no error.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+# What is imported is compiled once; all of the packages would take a minute.
+export PYTHONDONTWRITEBYTECODE :=
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .PHONY: help demo test test-full lint quantized trl oldest axolotl swift megatron deepspeed ray torchtitan verl vllm wheel bench bench-cpu sanitize gpu gpu-first gpu-second gpu-third aot emulate emulate-cpu gate-ids emulate-nvidia docs docs-test clean
@@ -262,12 +262,10 @@ $(VENV)/.wheel: $(VENV)/.torch
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@$(PIP) transformers accelerate datasets PyYAML tqdm matplotlib
-	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "installing test tools and peers ..."
 	@$(PIP) pytest pytest-benchmark pytest-xdist hypothesis ruff mypy wheel trl liger-kernel peft math-verify tensorboard scipy
 	@$(PIP) triton 2>/dev/null || echo "triton has no wheel here: its tests will be skipped"
-	@$(COMPILE)
 	@touch $@

@@ -40,12 +40,12 @@ def make_trainer(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]],
     return GRPOTrainer(build_small_model(len(tokenizer)), tokenizer, [count_ones], rows, config)
 
 
-def record(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> list[Recording]:
-    """The rollouts of five steps of a policy that learns while they are taken."""
+def record(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], steps: int) -> list[Recording]:
+    """The rollouts of the first steps of a policy that learns while they are taken."""
     trainer = make_trainer(tokenizer, rows)
     torch.manual_seed(0)
     recordings = []
-    for _ in range(trainer.config.steps):
+    for _ in range(steps):
         rollout, rewards = trainer.collect()
         advantages = group_advantages(rewards, trainer.config.num_generations).advantages
         trainer.update(rollout, advantages)
@@ -53,9 +53,10 @@ def record(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> li
     return recordings
 
 
-def replay(trainer: GRPOTrainer, recordings: list[Recording], name: str = "loss") -> list[float]:
-    """That metric of every optimizer step."""
-    return [metrics[name] for recording in recordings for metrics in trainer.update(*recording)]
+def replay(trainer: GRPOTrainer, recordings: list[Recording], *names: str) -> Tensor:
+    """Those metrics, or the loss, of every optimizer step: [steps, metrics]."""
+    steps = [metrics for recording in recordings for metrics in trainer.update(*recording)]
+    return torch.tensor([[metrics[name] for name in names or ("loss",)] for metrics in steps])
 
 
 @pytest.mark.parametrize(
@@ -72,12 +73,12 @@ def test_the_first_ten_losses_agree_with_the_reference(
     tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], loss: GRPOLossConfig
 ) -> None:
     """Two trainings on the same rollouts; 1e-4 is the trainer's bound for ten steps, with accumulated errors."""
-    recordings = record(tokenizer, rows)
+    recordings = record(tokenizer, rows, 5)
     fused = replay(make_trainer(tokenizer, rows, loss=loss), recordings)
     reference = replay(make_trainer(tokenizer, rows, loss=loss, impl="reference"), recordings)
     assert len(fused) == 10
-    assert max(abs(value) for value in fused) > 1e-3  # the losses are not zero, so the comparison is meaningful
-    torch.testing.assert_close(torch.tensor(fused), torch.tensor(reference), rtol=0, atol=1e-4)
+    assert fused.abs().max() > 1e-3  # the losses are not zero, so the comparison is meaningful
+    torch.testing.assert_close(fused, reference, rtol=0, atol=1e-4)
 
 
 @pytest.mark.gate(keep=lambda loss_type, **_: loss_type in ("dapo", "grpo", "bnpo"))  # one for each kind of share
@@ -90,11 +91,11 @@ def test_micro_batches_do_not_change_the_update(
     if loss_type in ("dapo", "grpo"):
         more["entropy_coef"] = 0.1  # a mean over tokens and one over sequences
     loss = GRPOLossConfig(loss_type=loss_type, beta=0.05, **more)  # type: ignore[arg-type]
-    recordings = record(tokenizer, rows)[:2]
-    for name in ("loss", "grad_norm", "kl", "entropy", "clip_ratio/region_mean"):
-        whole = replay(make_trainer(tokenizer, rows, loss=loss), recordings, name)
-        split = replay(make_trainer(tokenizer, rows, loss=loss, micro_batch_tokens=60), recordings, name)
-        torch.testing.assert_close(torch.tensor(split), torch.tensor(whole), rtol=1e-3, atol=1e-5)
+    recordings = record(tokenizer, rows, 2)
+    names = ("loss", "grad_norm", "kl", "entropy", "clip_ratio/region_mean")
+    whole = replay(make_trainer(tokenizer, rows, loss=loss), recordings, *names)
+    split = replay(make_trainer(tokenizer, rows, loss=loss, micro_batch_tokens=60), recordings, *names)
+    torch.testing.assert_close(split, whole, rtol=1e-3, atol=1e-5)
 
 
 def test_a_step_makes_its_micro_batches_once(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
@@ -102,20 +103,20 @@ def test_a_step_makes_its_micro_batches_once(tokenizer: PreTrainedTokenizerFast,
     trainer = make_trainer(tokenizer, rows, loss=GRPOLossConfig(beta=0.05), micro_batch_tokens=60)
     make, made = trainer.policy.micro_batches, []
     trainer.policy.micro_batches = lambda *given: made.append(make(*given)) or made[-1]  # type: ignore[method-assign]
-    assert len(trainer.update(*record(tokenizer, rows)[0])) == 2
+    assert len(trainer.update(*record(tokenizer, rows, 1)[0])) == 2
     assert [len(pieces) > 1 for pieces in made] == [True]
 
 
 def test_one_iteration_needs_no_old_log_probs(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
     """The first of two iterations, with scored old log-probabilities, is the on-policy step without them."""
-    recordings = record(tokenizer, rows)[:1]
+    recordings = record(tokenizer, rows, 1)
     once = replay(make_trainer(tokenizer, rows, num_iterations=1), recordings, "grad_norm")
     twice = replay(make_trainer(tokenizer, rows, num_iterations=2), recordings, "grad_norm")
-    torch.testing.assert_close(torch.tensor(once), torch.tensor(twice[:1]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(once, twice[:1], rtol=1e-4, atol=0)
 
 
 def test_an_unchanged_policy_is_not_clipped(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> None:
-    recordings = record(tokenizer, rows)[:1]
+    recordings = record(tokenizer, rows, 1)
     ratios = replay(make_trainer(tokenizer, rows, learning_rate=1e-2), recordings, "clip_ratio/region_mean")
     assert ratios[0] == 0
     assert ratios[1] > 0
@@ -143,7 +144,7 @@ def test_the_exact_kl_is_that_of_all_logits(
         teacher = copy.deepcopy(before)
         trainer = GRPOTrainer(build_small_model(len(tokenizer)), *given, reference_model=teacher)
     kls = []
-    for rollout, advantages in record(tokenizer, rows)[:3]:
+    for rollout, advantages in record(tokenizer, rows, 3):
         ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], 1)
         attention = torch.cat([rollout.prompt_mask, rollout.completion_mask], 1).long()
         positions = (attention.cumsum(1) - 1).clamp(min=0)
