@@ -51,3 +51,23 @@ def test_a_product_is_rounded_once():
     x, y, out = torch.randn(16, 16), torch.randn(16, 16), torch.empty(16, 16)
     product_kernel[(1,)](x, y, out)
     assert torch.equal(out, (x.double() @ y.double()).float())
+
+
+@triton.jit
+def operands_kernel(x_ptr, y_ptr, out_ptr, WIDTH: tl.constexpr):
+    at = tl.arange(0, 16)
+    x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
+    tl.store(out_ptr + at, (x * 2.5 - x * 1.5) / (y / x + 6.0) + tl.zeros([WIDTH], tl.float32))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float16, torch.float32),
+                                    (torch.float16, torch.float16), (torch.int32, torch.float32)], ids=str)  # fmt: skip
+def test_operands_become_of_one_dtype_and_shape(dtypes):
+    x, y = (torch.arange(1, 17).to(dtype) for dtype in dtypes)
+    out = torch.empty(16)
+    for width in (16, 1):
+        operands_kernel[(1,)](x, y, out, width)
+        torch.testing.assert_close(out, torch.arange(1, 17) / 7)
+    for width, refused in ((8, "incompatible dimensions"), (3, "power of 2"), (3, "power of 2")):
+        with pytest.raises(Exception, match=refused):
+            operands_kernel[(1,)](x, y, out, width)
