@@ -37,6 +37,11 @@ _ONE_NUMBER = re.compile(
     re.VERBOSE,
 )
 
+# of a number in scientific notation, which has one digit before the point
+_POWER_OF_TEN = re.compile(
+    r"(?<![0-9./])([1-9](?:\.[0-9]+)?)\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{\s*-?[0-9]{1,3}\s*\}|[0-9])(?!\s*[/^0-9])"
+)
+
 _BOX = "\\boxed{"
 _HASHES = "####"
 _WRAPPERS = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"))
@@ -128,6 +133,11 @@ def is_one_number(text: str) -> bool:
         return False
     fraction = [int(digits) for digits in found.groups() if digits is not None]
     return not fraction or (fraction[1] > 1 and math.gcd(*fraction) == 1)
+
+
+def without_power_of_ten(text: str) -> str:
+    """`1.2 \\times 10^{-4} m` becomes `1.2 m`; a text without a number in scientific notation stays as it is."""
+    return _POWER_OF_TEN.sub(r"\1", text)
 
 
 def digits_of(number: object) -> str:

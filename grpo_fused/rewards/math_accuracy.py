@@ -11,7 +11,14 @@ from collections.abc import Sequence
 
 from grpo_fused.call.options import check_flag, check_number
 from grpo_fused.rewards import math_verifier
-from grpo_fused.rewards.answer import digits_of, is_one_number, plain_number, reference_answer, stated_answer
+from grpo_fused.rewards.answer import (
+    digits_of,
+    is_one_number,
+    plain_number,
+    reference_answer,
+    stated_answer,
+    without_power_of_ten,
+)
 from grpo_fused.rewards.text import Text, judge_each, text_of
 
 
@@ -33,10 +40,10 @@ def math_accuracy_reward(
     signs and the commas of thousands. Equal texts are equal. All other answers go to math-verify in a subprocess with
     limits on its time and memory; without math-verify they are wrong.
 
-    If the right answer is a number, the answer must be one too, perhaps with a unit that math-verify knows: `12*3+6`,
-    `84/2` and `\sqrt{1764}` are not 42. Otherwise a copy of the question would be a right answer. If the right answer
-    is a formula, equal formulas are right in any form: a data set whose questions are to expand or to simplify needs
-    another reward.
+    If the right answer is a number, the answer must be one too, perhaps in scientific notation (`4.2 \times 10^1`) or
+    with a unit that math-verify knows: `12*3+6`, `84/2`, `42 \times 10^0` and `\sqrt{1764}` are not 42. Otherwise a
+    copy of the question would be a right answer. If the right answer is a formula, equal formulas are right in any
+    form: a data set whose questions are to expand or to simplify needs another reward.
 
     Args:
         completions: N completions.
@@ -90,7 +97,7 @@ def math_accuracy_reward(
             return 1.0
         number, expected = plain_number(answer), plain_number(reference)
         wants_number = expected is not None or is_one_number(reference)
-        if wants_number and not accept_expressions and not is_one_number(answer):
+        if wants_number and not accept_expressions and not is_one_number(without_power_of_ten(answer)):
             return 0.0
         if number is not None and expected is not None:
             return float(number == expected)

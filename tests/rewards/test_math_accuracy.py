@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rewards.seeds import as_chat
 
 from grpo_fused.rewards import math_accuracy, math_accuracy_reward, math_verifier
-from grpo_fused.rewards.answer import is_one_number, plain_number, stated_answer
+from grpo_fused.rewards.answer import is_one_number, plain_number, stated_answer, without_power_of_ten
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = 72 altogether.\n#### 72"
 
@@ -168,16 +168,18 @@ def test_formulas(answer: str, right: str, expected: float) -> None:
     "answer",
     [
         "12*3+6", "12 \\times 3 + 6", "6\\cdot 7", "(6)(7)", "84/2", "42/1", r"\frac{84}{2}", "41+1", "43-1", "2^5+10",
-        r"\sqrt{1764}", "|42|", "42=42", r"4.2\times 10^1", "84.0/2", "x=41+1", "41 + 1 cm", r"\text{41+1}", "(41+1)",
+        r"\sqrt{1764}", "|42|", "42=42", r"42\times 10^0", "84.0/2", "x=41+1", "41 + 1 cm", r"\text{41+1}", "(41+1)",
         r"21\text{ times 2}", "42 - 0", "42 0/1", "--42", "7!/120", "4,2", "(4,2)", "42,", "42{,}0",
-        r"3\frac{1}{2}^2", r"3\text{}^2", r"3\text{ }^2",
+        r"3\frac{1}{2}^2", r"3\text{}^2", r"3\text{ }^2", r"4.2 \times 10^1 + 0", r"4.2 \times 10^2/10", r"2 \cdot 21",
+        r"8.4/2 \times 10^1", r"\frac{84}{20}\times 10^{1}", r"0.42\times 10^{2}", r"4.2 \times 10^{0+1}", r"4.2\times 10^1^1",
+        r"3 \times 10^2/7", r"1/3 \times 10^2", r"3\frac{1}{2}3 \times 10^1", r"3 \times 10^12", r"2,1 \times 10^1",
     ],
 )  # fmt: skip
 def test_an_expression_is_not_its_value(answer: str) -> None:
     """`What is 12*3+6?` is not answered by `12*3+6`."""
     for right in ("42", 42, r"42 \text{ cm}"):
         assert math_accuracy_reward([rf"<answer>{answer}</answer>", rf"\boxed{{{answer}}}"], [right] * 2) == [0.0] * 2
-    assert not is_one_number(answer)
+    assert not is_one_number(without_power_of_ten(answer))
     assert math_accuracy_reward([f"<answer>{answer}</answer>"], [answer]) == [1.0]  # the same text
 
 
@@ -193,6 +195,19 @@ def test_a_number_may_have_a_name_and_a_unit(answer: str) -> None:
     assert is_one_number(answer)
     assert math_accuracy_reward([f"<answer>{answer}</answer>"], ["42"]) == [1.0]
     assert math_accuracy_reward([f"<answer>{answer}</answer>"], ["43"]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        (r"4.5 \times 10^{3}", "4500"), (r"x = -1.2\cdot10^{-4}\text{ m}", "-0.00012"), (r"3\times 10^8", "300,000,000"),
+        (r"4.54 \times 10^{-5}", 4.54e-5),
+    ],
+)  # fmt: skip
+def test_scientific_notation_is_a_number(answer: str, right: str | float) -> None:
+    pytest.importorskip("math_verify")
+    assert math_accuracy_reward([rf"\boxed{{{answer}}}"], [right]) == [1.0]
+    assert math_accuracy_reward([rf"\boxed{{{answer}}}"], [7 * float(str(right).replace(",", ""))]) == [0.0]
 
 
 @pytest.mark.parametrize(
