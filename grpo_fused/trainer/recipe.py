@@ -162,35 +162,25 @@ class Recipe(GRPOTrainerConfig):
         if self.is_generated and self.dataset is None:
             raise ValueError("dataset must name a data set of reasoning-gym, such as chain_sum; got none")
         self._check_sources()
-        if self.is_vllm:
+        if self.rollout == "vllm":
             check_for_vllm(self)
 
     def _check_sources(self) -> None:
         """Options of data and rollouts that would change nothing."""
+        eval_is_named = self.has_eval and is_named(self.eval_source)
+        is_vllm = self.rollout == "vllm"
         named = "a `datasets` name, no file or function"
-        takes_options = self.is_generated or is_function(self.dataset)
         other = "a task other than reasoning_gym (eval_limit takes its held-out problems)"
-        self._check_used(
-            (
-                (("dataset_options",), takes_options, 'task reasoning_gym or a dataset "module:function"'),
-                (("subset", "split", "eval_dataset", "eval_split"), not self.is_generated, other),
-                (("subset", "split"), is_named(self.dataset) or self._eval_is_named, named),
-                (("eval_split",), self._eval_is_named, f"held-out rows of {named}"),
-                (
-                    ("eval_limit", "eval_samples", "eval_steps"),
-                    self.has_eval,
-                    "held-out rows (eval_dataset, eval_split)",
-                ),
-                (("vllm_options", "importance_sampling", "importance_sampling_clip"), self.is_vllm, "rollout vllm"),
-                (("generation_batch_size",), not self.is_vllm, "rollout hf"),
-                (("chat",), self.task is not None, "a task: other prompts stay as they are"),
-            )
-        )
-
-    @property
-    def is_vllm(self) -> bool:
-        """Whether vLLM samples."""
-        return self.rollout == "vllm"
+        takes_options = self.is_generated or is_function(self.dataset)
+        self._check_used(takes_options, 'task reasoning_gym or a dataset "module:function"', "dataset_options")
+        self._check_used(not self.is_generated, other, "subset", "split", "eval_dataset", "eval_split")
+        self._check_used(is_named(self.dataset) or eval_is_named, named, "subset", "split")
+        self._check_used(eval_is_named, f"held-out rows of {named}", "eval_split")
+        held_out = "held-out rows (eval_dataset, eval_split)"
+        self._check_used(self.has_eval, held_out, "eval_limit", "eval_samples", "eval_steps")
+        self._check_used(is_vllm, "rollout vllm", "vllm_options", "importance_sampling", "importance_sampling_clip")
+        self._check_used(not is_vllm, "rollout hf", "generation_batch_size")
+        self._check_used(self.task is not None, "a task: other prompts stay as they are", "chat")
 
     @property
     def is_generated(self) -> bool:
@@ -206,11 +196,6 @@ class Recipe(GRPOTrainerConfig):
     def eval_source(self) -> str | None:
         """Where held-out rows are from."""
         return self.eval_dataset or self.dataset
-
-    @property
-    def _eval_is_named(self) -> bool:
-        """Whether held-out rows are loaded by `datasets`."""
-        return self.has_eval and is_named(self.eval_source)
 
     def train_rows(self) -> Rows:
         """The training data: rows, or a function that makes them."""
@@ -299,7 +284,7 @@ class Parts(NamedTuple):
 def load_parts(recipe: Recipe) -> Parts:
     """Loads the parts of a recipe; data and reward functions first, since their errors show quickly."""
     check_trackers(recipe.report_to)
-    for package, is_used in (("peft", recipe.lora is not None), ("vllm", recipe.is_vllm)):
+    for package, is_used in (("peft", recipe.lora is not None), ("vllm", recipe.rollout == "vllm")):
         if is_used and find_spec(package) is None:
             raise ModuleNotFoundError(f"this recipe needs the package {package}", name=package)
     set_seed(recipe.seed)  # for the adapter
@@ -316,7 +301,7 @@ def load_parts(recipe: Recipe) -> Parts:
         from peft import PeftModel  # slow to import
 
         model = PeftModel.from_pretrained(model, recipe.model, is_trainable=True)
-    engine = VLLMEngine(base, **recipe.vllm_options) if recipe.is_vllm else None
+    engine = VLLMEngine(base, **recipe.vllm_options) if recipe.rollout == "vllm" else None
     return Parts(with_adapter(model, recipe.lora), tokenizer, rewards, train_rows, eval_rows, engine, reference)
 
 
