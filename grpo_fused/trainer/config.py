@@ -13,9 +13,6 @@ from grpo_fused.objectives.corrections import ImportanceSamplingMode
 from grpo_fused.objectives.weights import Aggregation as TokenAverage
 from grpo_fused.trainer.objective import ObjectiveOptions
 
-LRSchedule = Literal["constant", "linear", "cosine"]
-Precision = Literal["no", "bf16", "fp16"]
-
 RUN_NAMES = {
     "wandb": "name", "trackio": "name", "swanlab": "experiment_name", "mlflow": "run_name", "clearml": "task_name",
 }  # fmt: skip
@@ -112,7 +109,7 @@ class GRPOTrainerConfig:
     generation_batch_size: int | None = option(None, least=1)
     learning_rate: float = option(1e-6, positive=True)
     warmup_steps: int = option(0)
-    lr_scheduler_type: LRSchedule = "constant"
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     adam_betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = option(0.0)
     max_grad_norm: float = option(1.0, positive=True)
@@ -121,7 +118,7 @@ class GRPOTrainerConfig:
     reward_timeout: float | None = option(None, positive=True)
     importance_sampling: ImportanceSamplingMode | None = "sequence_mask"
     importance_sampling_clip: float = option(3.0, positive=True)
-    mixed_precision: Precision = "no"
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     gradient_checkpointing: bool = False
     seed: int = option(0, most=2**32 - 1)
     logging_steps: int = option(10)
