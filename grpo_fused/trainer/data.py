@@ -20,9 +20,10 @@ from accelerate.utils import gather_object
 
 from grpo_fused.call.options import check_integer
 from grpo_fused.rewards.calling import raised
+from grpo_fused.rewards.text import Text
 from grpo_fused.rollouts.errors import PromptError
 from grpo_fused.trainer.hub import check_name
-from grpo_fused.trainer.prompts import Prompt, check_prompt
+from grpo_fused.trainer.prompts import check_prompt
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row] | Callable[[int], Row]
@@ -252,7 +253,7 @@ class RowFilter:
         say: Prints how many rows are left out.
     """
 
-    encode: Callable[[Prompt], Sequence[int]]
+    encode: Callable[[Text], Sequence[int]]
     longest: int | None
     check_length: Callable[[int], None]
     say: Callable[[str], None]

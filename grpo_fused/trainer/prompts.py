@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from grpo_fused.rewards.text import Text
 from grpo_fused.rollouts.errors import PromptError
-
-Message = Mapping[str, Any]
-Prompt = str | Sequence[Message]
 
 
 def check_prompt(prompt: object, where: str) -> None:
@@ -43,7 +41,7 @@ def check_prompt(prompt: object, where: str) -> None:
         raise ValueError(f"{where}: expected texts of whole characters, no lone surrogates; got {prompt!r:.80}")
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, embeddings: int | None = None) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Text, embeddings: int | None = None) -> list[int]:
     """Token ids of a prompt, up to where the completion starts.
 
     A text is encoded as the tokenizer does by default. Chat messages go through the tokenizer's chat template, which
@@ -94,12 +92,12 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, embeddings
     return ids
 
 
-def completion_for(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
+def completion_for(prompt: Text, text: str) -> str | list[dict[str, str]]:
     """A completion in the form of its prompt: the text, or for chat messages one message of the assistant."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
-def prompt_text(prompt: Prompt) -> str:
+def prompt_text(prompt: Text) -> str:
     """The prompt as readable text; a chat has one paragraph for each message, `role: content`."""
     if isinstance(prompt, str):
         return prompt

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fused.rewards import RewardFunction
+from grpo_fused.rewards import RewardFunction, Text
 from grpo_fused.rollouts.engine import RolloutEngine, Sampling
 from grpo_fused.trainer.data import Row
 from grpo_fused.trainer.peers import Peers
-from grpo_fused.trainer.prompts import Prompt, completion_for
+from grpo_fused.trainer.prompts import completion_for
 from grpo_fused.trainer.rollout import Rollout, roll_out
 from grpo_fused.trainer.scoring import score_completions
 from grpo_fused.trainer.update import Updater
@@ -36,7 +36,7 @@ class Sampler:
     sampling: Sampling
     updater: Updater
     tokenizer: PreTrainedTokenizerBase
-    encode: Callable[[Prompt], list[int]]
+    encode: Callable[[Text], list[int]]
     reward_functions: Mapping[str, RewardFunction]
     peers: Peers
     _synced_at: int | None = None
