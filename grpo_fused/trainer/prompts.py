@@ -63,10 +63,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Text, embeddings: 
         encoding: Any = tokenizer(prompt)
     else:
         try:
-            # `return_dict` is given because its default is False in transformers 4 and True in 5
-            encoding = tokenizer.apply_chat_template(
-                [dict(message) for message in prompt], add_generation_prompt=True, tokenize=True, return_dict=True
-            )
+            encoding = tokenizer.apply_chat_template([dict(message) for message in prompt], add_generation_prompt=True)
         except TemplateError as error:
             roles = [message["role"] for message in prompt]
             raise PromptError(
