@@ -33,10 +33,6 @@ class Peers:
         """Nothing has failed yet: for a run that goes on after a failure."""
         self.all_failed = self.diverged = self._in_collectives = False
 
-    def any(self, flag: bool) -> bool:
-        """Whether it is set on any process; all processes call it."""
-        return self.most(flag) > 0
-
     def most(self, number: int) -> int:
         """The largest of all processes' numbers; all processes call it."""
         return int(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
@@ -60,8 +56,8 @@ class Peers:
             if self._in_collectives:
                 raise
             failure = error
-        self.all_failed = self.any(failure is not None)
-        self.diverged = self.all_failed and self.any(isinstance(failure, DivergedError))
+        self.all_failed = self.most(failure is not None) > 0
+        self.diverged = self.all_failed and self.most(isinstance(failure, DivergedError)) > 0
         if self.all_failed:
             reasons = enumerate(gather_object([reason_of(failure)]))
             raise failure or PeerError.of({rank: reason for rank, reason in reasons if reason is not None})
