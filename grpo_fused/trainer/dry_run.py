@@ -117,10 +117,12 @@ def report(recipe: Recipe, metrics: Metrics) -> str:
     rewards = {name.removeprefix("rewards/"): metrics[name] for name in names}
     not_checked += [f"the reward {name} (it judged nothing)" for name, mean in rewards.items() if math.isnan(mean)]
     means = ", ".join(f"{name} {mean:.3f}" for name, mean in rewards.items())
+    is_own = is_local(recipe, recipe.dataset)
+    rows = f"at most two of {recipe.dataset}" if is_own else "two examples, in place of your data"
     model = "a random model of 35,000 parameters" + (" with your LoRA options" if recipe.lora else "")
     lines = {
         "options": "each is known, of its type and in its range",
-        "rows": f"at most two of {recipe.dataset}" if has_rows(recipe) else "two examples, in place of your data",
+        "rows": rows,
         "model": f"{model}, in place of {recipe.model}",
         "rollout": f"{recipe.num_generations} completions of each prompt, {metrics['completion_length']:.0f} tokens",
         "rewards": f"{means}; on random text many are 0",
@@ -141,11 +143,6 @@ def is_local(recipe: Recipe, source: str | None) -> bool:
     return source is not None and (recipe.is_generated or is_function(source) or is_file(source))
 
 
-def has_rows(recipe: Recipe) -> bool:
-    """Whether the recipe's own rows can."""
-    return is_local(recipe, recipe.dataset)
-
-
 def held_out_rows(recipe: Recipe) -> list[Row] | None:
     """Two rows, if the recipe has any."""
     if recipe.has_eval and is_local(recipe, recipe.eval_source):
@@ -156,7 +153,7 @@ def held_out_rows(recipe: Recipe) -> list[Row] | None:
 def unchecked_rewards(recipe: Recipe) -> list[tuple[Reward, str]]:
     """Rewards that prompts alone, in place of the recipe's rows, cannot show, and why."""
     found: list[tuple[Reward, str]] = []
-    if recipe.task is not None or has_rows(recipe):
+    if recipe.task is not None or is_local(recipe, recipe.dataset):
         return found
     for reward in (reward for reward in recipe.rewards if reward.model is None):
         function = {place_of(reward): reward.load()}
@@ -174,13 +171,13 @@ def place_of(reward: Reward) -> str:
 
 def rows_of(recipe: Recipe) -> list[Row]:
     """Two rows."""
-    if recipe.task is not None and not has_rows(recipe):
-        task = TASKS[recipe.task]
-        return format_rows(task, task.examples, system_prompt=recipe.system_prompt, chat=recipe.chat)[:2]
-    if not has_rows(recipe):
+    if is_local(recipe, recipe.dataset):
+        rows = recipe.train_rows()
+        if callable(rows):
+            return next(Stream(rows, 2))
+        check_rows(rows, recipe.prompts_per_step)
+        return list(rows[:2])
+    if recipe.task is None:
         return [{"prompt": prompt} for prompt in PROMPTS]
-    rows = recipe.train_rows()
-    if callable(rows):
-        return next(Stream(rows, 2))
-    check_rows(rows, recipe.prompts_per_step)
-    return list(rows[:2])
+    task = TASKS[recipe.task]
+    return format_rows(task, task.examples, system_prompt=recipe.system_prompt, chat=recipe.chat)
