@@ -59,9 +59,9 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCau
     return _seeded(Qwen2ForCausalLM, tokenizer, seed)
 
 
-def tiny_reward_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForSequenceClassification:
-    """A randomly initialised reward model in eval mode, fp32: one score for a sequence; arguments as `tiny_model`."""
-    return _seeded(Qwen2ForSequenceClassification, tokenizer, seed, num_labels=1)
+def tiny_reward_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForSequenceClassification:
+    """A randomly initialised reward model in eval mode, fp32: one score for a sequence; always the same weights."""
+    return _seeded(Qwen2ForSequenceClassification, tokenizer, 0, num_labels=1)
 
 
 def _seeded(kind: Any, tokenizer: PreTrainedTokenizerFast, seed: int, **options: Any) -> Any:
