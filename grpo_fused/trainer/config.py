@@ -143,12 +143,12 @@ class GRPOTrainerConfig:
             raise ValueError(f"adam_betas must be two numbers in [0, 1); got {self.adam_betas}")
         if self.eval_samples == 1:
             raise ValueError("eval_samples must be 0 (greedy only) or at least 2; got 1")
-        self._check_used(self.importance_sampling is not None, "importance_sampling", "importance_sampling_clip")
-        self._check_used(self.logging_steps > 0, "logging_steps of at least 1 (0 prints nothing)", "sample_steps")
-        self._check_used(bool(self.report_to), "a tracker in report_to", "project")
+        check_used(self, self.importance_sampling is not None, "importance_sampling", "importance_sampling_clip")
+        check_used(self, self.logging_steps > 0, "logging_steps of at least 1 (0 prints nothing)", "sample_steps")
+        check_used(self, bool(self.report_to), "a tracker in report_to", "project")
         has_names = not {*RUN_NAMES, "all"}.isdisjoint(self.report_to)
         named = f"a tracker in report_to that has names of runs ({', '.join(RUN_NAMES)})"
-        self._check_used(has_names, named, "run_name")
+        check_used(self, has_names, named, "run_name")
         for name in ("kl_estimator", "use_bias_correction_kl"):
             if self.loss.beta == 0 and (value := getattr(self.loss, name)) != getattr(GRPOLossConfig, name):
                 raise ValueError(f"loss.{name} is not used with loss.beta 0; got {value!r}")
@@ -173,13 +173,6 @@ class GRPOTrainerConfig:
         """The loss type, or the objective and how it is averaged."""
         name = self.loss.loss_type
         return name if self.objective is None else f"{self.objective.objective.__name__} averaged as {name}"
-
-    def _check_used(self, is_used: bool, what: str, *names: str) -> None:
-        """Raises ValueError for one of some options that would change nothing without what uses them."""
-        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
-        for name in names:
-            if not is_used and (value := getattr(self, name)) != defaults[name]:
-                raise ValueError(f"{name} must come with {what}; got {value!r} without")
 
     def _check_objective(self, objective: ObjectiveOptions) -> None:
         loss = self.loss
@@ -208,6 +201,14 @@ class GRPOTrainerConfig:
                 "objective with support top_k must come without top_p, top_k and min_p: its masses are over the whole "
                 f"vocabulary; got {self.top_p}, {self.top_k} and {self.min_p} (support mask is exact with them)"
             )
+
+
+def check_used(config: GRPOTrainerConfig, is_used: bool, what: str, *names: str) -> None:
+    """Raises ValueError for one of some options that would change nothing without what uses them."""
+    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)}
+    for name in names:
+        if not is_used and (value := getattr(config, name)) != defaults[name]:
+            raise ValueError(f"{name} must come with {what}; got {value!r} without")
 
 
 def check_for_vllm(config: GRPOTrainerConfig) -> None:

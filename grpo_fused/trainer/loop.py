@@ -128,7 +128,7 @@ class GRPOTrainer:
         self.reward_weights = torch.tensor(reward_weights_of(reward_functions, reward_weights), dtype=torch.float32)
         self._silent: set[str] = set()  # reward functions that were named for judging nothing
 
-        setup.check_used(config, engine, has_rows=eval_dataset is not None, evaluates=evaluate is not None)
+        setup.check_effects(config, engine, has_rows=eval_dataset is not None, evaluates=evaluate is not None)
         sampling = setup.sampling_of(config, model, tokenizer)
         encode = partial(encode_prompt, tokenizer, embeddings=setup.embeddings_of(model))
         rows = RowFilter(encode, config.max_prompt_length, setup.length_check(engine, model, config), self.log.say)

@@ -28,7 +28,7 @@ from grpo_fused.rewards.registry import bind
 from grpo_fused.rollouts.engine import RolloutEngine
 from grpo_fused.rollouts.vllm import VLLMEngine
 from grpo_fused.trainer.checkpoint import quiet
-from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
+from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm, check_used
 from grpo_fused.trainer.data import Row, Rows, check_rows, from_here, load_rows
 from grpo_fused.trainer.hub import check_name
 from grpo_fused.trainer.loop import GRPOTrainer
@@ -172,15 +172,15 @@ class Recipe(GRPOTrainerConfig):
         named = "a `datasets` name, no file or function"
         other = "a task other than reasoning_gym (eval_limit takes its held-out problems)"
         takes_options = self.is_generated or is_function(self.dataset)
-        self._check_used(takes_options, 'task reasoning_gym or a dataset "module:function"', "dataset_options")
-        self._check_used(not self.is_generated, other, "subset", "split", "eval_dataset", "eval_split")
-        self._check_used(is_named(self.dataset) or eval_is_named, named, "subset", "split")
-        self._check_used(eval_is_named, f"held-out rows of {named}", "eval_split")
+        check_used(self, takes_options, 'task reasoning_gym or a dataset "module:function"', "dataset_options")
+        check_used(self, not self.is_generated, other, "subset", "split", "eval_dataset", "eval_split")
+        check_used(self, is_named(self.dataset) or eval_is_named, named, "subset", "split")
+        check_used(self, eval_is_named, f"held-out rows of {named}", "eval_split")
         held_out = "held-out rows (eval_dataset, eval_split)"
-        self._check_used(self.has_eval, held_out, "eval_limit", "eval_samples", "eval_steps")
-        self._check_used(is_vllm, "rollout vllm", "vllm_options", "importance_sampling", "importance_sampling_clip")
-        self._check_used(not is_vllm, "rollout hf", "generation_batch_size")
-        self._check_used(self.task is not None, "a task: other prompts stay as they are", "chat")
+        check_used(self, self.has_eval, held_out, "eval_limit", "eval_samples", "eval_steps")
+        check_used(self, is_vllm, "rollout vllm", "vllm_options", "importance_sampling", "importance_sampling_clip")
+        check_used(self, not is_vllm, "rollout hf", "generation_batch_size")
+        check_used(self, self.task is not None, "a task: other prompts stay as they are", "chat")
 
     @property
     def is_generated(self) -> bool:

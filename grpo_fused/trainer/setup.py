@@ -15,7 +15,7 @@ from grpo_fused import engines, head_hidden_states
 from grpo_fused.heads.check import ordinary_tokens, undisturbed
 from grpo_fused.rollouts.engine import RolloutEngine, Sampling, check_room
 from grpo_fused.rollouts.vllm import VLLMEngine
-from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm
+from grpo_fused.trainer.config import GRPOTrainerConfig, check_for_vllm, check_used
 from grpo_fused.trainer.policy import disable_dropout
 from grpo_fused.trainer.rollout import ending_token_ids
 
@@ -31,17 +31,15 @@ def check_accelerator(accelerator: Accelerator, config: GRPOTrainerConfig) -> No
         )
 
 
-def check_used(config: GRPOTrainerConfig, engine: RolloutEngine | None, *, has_rows: bool, evaluates: bool) -> None:
+def check_effects(config: GRPOTrainerConfig, engine: RolloutEngine | None, *, has_rows: bool, evaluates: bool) -> None:
     """Raises if an option has no effect with these arguments of the trainer."""
     if engine is not None and config.generation_batch_size is not None:
         raise ValueError(
             "generation_batch_size must be None with a rollout engine, which makes its own batches; got "
             f"{config.generation_batch_size}"
         )
-    if config.eval_samples and not has_rows:
-        raise ValueError(f"eval_samples must come with an eval_dataset; got {config.eval_samples} without")
-    if config.eval_steps and not (has_rows or evaluates):
-        raise ValueError(f"eval_steps must come with an eval_dataset or evaluate; got {config.eval_steps} without")
+    check_used(config, has_rows, "an eval_dataset", "eval_samples")
+    check_used(config, has_rows or evaluates, "an eval_dataset or evaluate", "eval_steps")
 
 
 def engine_of_loss(config: GRPOTrainerConfig, model: PreTrainedModel, device: torch.device) -> str:
