@@ -170,8 +170,7 @@ class Batches(Iterator[list[Row]]):
                 f"the state must be a place in a data set of {len(self.rows)} rows with seed {self.seed}; "
                 f"got {dict(state)}"
             )
-        # a state of a release before this one has no hash
-        if state.get("prompts", self._prompts) != self._prompts:
+        if state.get("prompts") != self._prompts:
             raise ValueError(f"the data set must have the prompts that the run began with; got {len(self.rows)} others")
         self._epoch, self._position = state["epoch"], state["position"]
 
@@ -310,21 +309,14 @@ def check_same_rows(batches: Batches | Stream, eval_rows: Sequence[Row] | None) 
 
 
 def hash_of_prompts(rows: Sequence[Row]) -> str:
-    """SHA-256 of the texts of all prompts in their order, with the roles of chat messages, and what else these have."""
+    """SHA-256 of all prompts in their order: texts, or all that chat messages have, as a chat template may read it."""
     texts = hashlib.sha256()
     for row in rows:
         prompt = row["prompt"]
-        parts = prompt if isinstance(prompt, str) else [_parts_of(message) for message in prompt]
-        texts.update(json.dumps(parts, default=str).encode())
+        if not isinstance(prompt, str):  # `datasets` gives every message the keys of all, some without a value
+            prompt = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+        texts.update(json.dumps(prompt, sort_keys=True, default=str).encode())
     return texts.hexdigest()
-
-
-def _parts_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Role, content, and the rest if there is any: a chat template may read it."""
-    rest = {
-        key: value for key, value in sorted(message.items()) if key not in ("role", "content") and value is not None
-    }
-    return (message["role"], message["content"], *([rest] if rest else []))
 
 
 @lru_cache(maxsize=1)
