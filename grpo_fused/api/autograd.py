@@ -96,7 +96,7 @@ class LinearLoss(torch.autograd.Function):
             if add_to is None:
                 _, dweight, dbias = operators.candidate_weight_gradient(call)
             else:
-                dbias, weight_dtype = operators.candidate_gradient(call, add_to).dbias, None
+                dbias, weight_dtype = operators.candidate_weight_gradient.body(call, add_to).dbias, None
         else:
             dweight = None if weight_dtype is None else scaled(dweight, dloss, weight_dtype, ctx.engine)
             dbias = None if bias_dtype is None else dbias * dloss
@@ -155,7 +155,8 @@ class LinearLogprobs(torch.autograd.Function):
         if add_to is None:
             gradients = operators.linear_logprobs_gradient(gradient_call)
         else:
-            gradients, needs = operators.logprobs_gradient(gradient_call, add_to), needs._replace(need_weight=False)
+            gradients = operators.linear_logprobs_gradient.body(gradient_call, add_to)
+            needs = needs._replace(need_weight=False)
         if of_logps is not None:
             gradients = gradients._replace(dhidden=gradients.dhidden + of_logps)
         made = zip(gradients, calls.tensors_of(call), needs, strict=True)

@@ -46,7 +46,7 @@ class Operator:
     it may wait for the device.
     """
 
-    def __init__(self, body: Callable[[Any], Any], kind: Any, result: Any) -> None:
+    def __init__(self, body: Callable[..., Any], kind: Any, result: Any) -> None:
         self.body, self.kind, self.result = body, kind, result
 
         def operator(*values: Any) -> Any:
@@ -88,7 +88,7 @@ def is_batched(x: Tensor) -> bool:
     return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
 
 
-def _operator(kind: Any, result: Any) -> Callable[[Callable[[Any], Any]], Operator]:
+def _operator(kind: Any, result: Any) -> Callable[[Callable[..., Any]], Operator]:
     return lambda body: Operator(body, kind, result)
 
 
@@ -187,13 +187,11 @@ def _(call: calls.LogprobsCall) -> calls.Scores:
 
 
 @_operator(calls.LogprobsGradientCall, HeadGradients)
-def linear_logprobs_gradient(call: calls.LogprobsGradientCall) -> HeadGradients:
-    """Gradients of log-probs and entropies. Without the scores of the forward pass these are computed again."""
-    return logprobs_gradient(call)
+def linear_logprobs_gradient(call: calls.LogprobsGradientCall, add_to: Tensor | None = None) -> HeadGradients:
+    """Gradients of log-probs and entropies. Without the scores of the forward pass these are computed again.
 
-
-def logprobs_gradient(call: calls.LogprobsGradientCall, add_to: Tensor | None = None) -> HeadGradients:
-    """See `linear_logprobs_gradient`; `add_to`: see `candidate_gradient`."""
+    `add_to`: see `candidate_weight_gradient`.
+    """
     scored, scores, known = call.forward, call.scores, None
     if scores is not None:
         entropy = scores.entropies.reshape(-1) if scored.with_entropy else None
@@ -210,13 +208,12 @@ linear_logprobs_gradient.fake(lambda call: _fake_gradients(call.forward, call.ne
 
 
 @_operator(calls.CandidateGradientCall, HeadGradients)
-def candidate_weight_gradient(call: calls.CandidateGradientCall) -> HeadGradients:
-    """dW and db from the derivatives of candidates; dH was made in the forward pass."""
-    return candidate_gradient(call)
+def candidate_weight_gradient(call: calls.CandidateGradientCall, add_to: Tensor | None = None) -> HeadGradients:
+    """dW and db from the derivatives of candidates; dH was made in the forward pass.
 
-
-def candidate_gradient(call: calls.CandidateGradientCall, add_to: Tensor | None = None) -> HeadGradients:
-    """See `candidate_weight_gradient`; dW is added to `add_to` [V, H], if there is one, which is then the result."""
+    dW is added to `add_to` [V, H], if there is one, which is then the result: by `body`, since an operator writes to no
+    argument.
+    """
     scored = call.forward
     with _plain(scored.token_ids.device):
         tokens, nothing = Tokens.of(scored), Gradients(None, None, None, 0, call.dproducts)
