@@ -31,7 +31,6 @@ from grpo_fused.engines.gradients import GradientSums
 from grpo_fused.engines.pairs import Pairs
 from grpo_fused.engines.products import dhidden_dtype, ieee_products, rounded_bias
 from grpo_fused.engines.scratch import sparse_zeros_like
-from grpo_fused.kernels.row_types import Statistics
 from grpo_fused.objective.batch import TokenBatch
 from grpo_fused.objective.formulas import evaluate
 from grpo_fused.objective.metrics import compute_metrics, loss_metric_names, metric_names
@@ -192,13 +191,10 @@ def linear_logprobs_gradient(call: calls.LogprobsGradientCall, add_to: Tensor | 
 
     `add_to`: see `candidate_weight_gradient`.
     """
-    scored, scores, known = call.forward, call.scores, None
-    if scores is not None:
-        entropy = scores.entropies.reshape(-1) if scored.with_entropy else None
-        known = Statistics(scores.maxima, scores.log_sums, scores.logps.reshape(-1), entropy)
+    scored = call.forward
     with _shared(call) as (tokens, _):
         alternatives = _alternatives(scored, tokens)
-        gradients = pipeline.run_logprobs_gradient(_engine(scored, tokens), tokens, call, known, alternatives)
+        gradients = pipeline.run_logprobs_gradient(_engine(scored, tokens), tokens, call, alternatives)
         if gradients.candidates is not None and not scored.run.any_whole:
             return _candidate_gradients(scored, tokens, gradients, call.needs, add_to)
     return _head_gradients(scored, gradients)

@@ -250,28 +250,24 @@ def run_logprobs(
 
 
 def run_logprobs_gradient(
-    engine: Engine,
-    tokens: Tokens,
-    call: calls.LogprobsGradientCall,
-    scores: Statistics | None,
-    alternatives: Alternatives | None = None,
+    engine: Engine, tokens: Tokens, call: calls.LogprobsGradientCall, alternatives: Alternatives | None
 ) -> Gradients:
-    """Gradients of all N positions from the coefficients on their log-probs and entropies: three products.
-
-    `scores` ([N]) is the result of `run_logprobs`, if available.
-    """
-    head, run = _head(call.forward), call.forward.run
+    """Gradients of all N positions from the coefficients on their log-probs and entropies: three products."""
+    head, run, known, scores = _head(call.forward), call.forward.run, call.scores, None
+    if known is not None:
+        entropy = known.entropies.reshape(-1) if call.forward.with_entropy else None
+        scores = Statistics(known.maxima, known.log_sums, known.logps.reshape(-1), entropy)
     dlogp, dentropy = clean_coefficients(tokens.undecided, call.dlogps, call.dentropies, head.statistics_dtype)
     rows = all_rows(tokens.ids)
     work = Work(head, tokens, rows, dentropy is not None, run.max_scratch_bytes, needs=call.needs)
     if alternatives is None or call.dalternative_logps is None:
         found = Coefficients(scores or _no_scores(tokens, dlogp.dtype, dentropy is not None), dlogp, dentropy)
     else:
-        assert scores is not None  # only calls without alternatives come without scores
-        assert call.scores is not None
+        assert known is not None  # only calls without alternatives come without scores
+        assert scores is not None
         active = tokens.undecided[alternatives.sets.positions]
         dlogps, _ = clean_coefficients(active, call.dalternative_logps, None, dlogp.dtype)
-        found = alternatives.coefficients(rows, scores, cut(call.scores.alternative_logps, dlogp, dentropy, dlogps))
+        found = alternatives.coefficients(rows, scores, cut(known.alternative_logps, dlogp, dentropy, dlogps))
     return _gradient_of_scored(engine, work, scores, None, found, run.compact)
 
 
