@@ -59,7 +59,7 @@ class LossParts(NamedTuple):
 
 def run_loss(engine: Engine, tokens: Tokens, call: calls.LossCall, ranks: TokenParallel | None = None) -> LossParts:
     """Loss, scores, metrics and gradients of one call; `ranks` have other tokens of the batch."""
-    head, run, needs, config = _head(call), call.run, call.needs, GRPOLossConfig.decode(call.config)
+    head, run, needs, config = rounded_bias(call.lm_head), call.run, call.needs, GRPOLossConfig.decode(call.config)
     batch = TokenBatch.build(call.inputs, calls.layout_of(call), config, head.statistics_dtype, ranks)
     mine = None if ranks is None else ranks.mine
     matters = batch.may_have_gradient(config)  # the others add exactly 0 to the loss too
@@ -140,7 +140,7 @@ def run_objective(
     engine: Engine, tokens: Tokens, call: calls.CustomCall, alternatives: Alternatives | None
 ) -> LossParts:
     """Loss (0-d fp64), scores and gradients of a custom objective."""
-    head, run, needs = _head(call), call.run, call.needs
+    head, run, needs = rounded_bias(call.lm_head), call.run, call.needs
     rows = tokens.mask.nonzero().squeeze(1)  # the objective sees active tokens only
     evaluation = evaluation_of(call, rows)
     scores = _no_scores(tokens, head.statistics_dtype, call.with_entropy)
@@ -203,7 +203,7 @@ def evaluation_of(call: calls.CustomCall, rows: Tensor) -> Evaluation:
 
 def run_divergence(call: calls.DivergenceCall, tokens: Tokens) -> LossParts:
     """The weighted sum of divergences: a product for each head, two for the gradients."""
-    head, run = _head(call), call.run
+    head, run = rounded_bias(call.lm_head), call.run
     weights = torch.where(tokens.mask, call.weights.reshape(-1), 0.0).to(head.statistics_dtype)
     top_k = None if call.other_ids is None or call.other_logprobs is None else (call.other_ids, call.other_logprobs)
     other, divergence = (call.other_hidden_states, call.other_lm_head), torch.zeros_like(weights)
@@ -223,7 +223,7 @@ def run_logprobs(
     engine: Engine, tokens: Tokens, call: calls.LogprobsCall, alternatives: Alternatives | None = None
 ) -> tuple[Statistics, Tensor, Tensor | None]:
     """Scores of all N positions, log-probs of all alternatives and, if requested, dlogp/dh [N, H]; 0 where masked."""
-    head, run = _head(call), call.run
+    head, run = rounded_bias(call.lm_head), call.run
     scores = _no_scores(tokens, head.statistics_dtype, call.with_entropy)
     candidate_z = None if alternatives is None else alternatives.candidate_z
     work = Work(
@@ -253,7 +253,7 @@ def run_logprobs_gradient(
     engine: Engine, tokens: Tokens, call: calls.LogprobsGradientCall, alternatives: Alternatives | None
 ) -> Gradients:
     """Gradients of all N positions from the coefficients on their log-probs and entropies: three products."""
-    head, run, known, scores = _head(call.forward), call.forward.run, call.scores, None
+    head, run, known, scores = rounded_bias(call.forward.lm_head), call.forward.run, call.scores, None
     if known is not None:
         entropy = known.entropies.reshape(-1) if call.forward.with_entropy else None
         scores = Statistics(known.maxima, known.log_sums, known.logps.reshape(-1), entropy)
@@ -269,10 +269,6 @@ def run_logprobs_gradient(
         dlogps, _ = clean_coefficients(active, call.dalternative_logps, None, dlogp.dtype)
         found = alternatives.coefficients(rows, scores, cut(known.alternative_logps, dlogp, dentropy, dlogps))
     return _gradient_of_scored(engine, work, scores, None, found, run.compact)
-
-
-def _head(call: calls.LinearCall) -> calls.LMHead:
-    return rounded_bias(call.lm_head)
 
 
 def clean_coefficients(
