@@ -130,8 +130,8 @@ def run_loss(engine: Engine, tokens: Tokens, call: calls.LossCall, ranks: TokenP
         compact = run.compact and not call.exact  # all rows of `work` have a gradient of the KL
         gradients = _gradient_of_scored(engine, work, scores, made, found, compact)
 
-    worked = gradients.tokens if ranks is None else ranks.sum(gradients.tokens, logp.device)
-    metrics = {"gradient_tokens": torch.full_like(batch.total, worked)}
+    worked = torch.full_like(batch.total, gradients.tokens)
+    metrics = {"gradient_tokens": worked if ranks is None else ranks.add(worked)}
     metrics |= compute_metrics(result, entropy, batch, config, complete=call.with_metrics)
     return LossParts(result.loss, scores.logp, scores.entropy, gradients, metrics)
 

@@ -235,7 +235,6 @@ class TokenParallel(_Ranks):
             raise ValueError(f"ranks that split sequences must have the same number of them; got {listed}")
         self.first_sequence = 0 if split else sum(counts[: self.rank])
         self.num_sequences = counts[0] if split else sum(counts)
-        self.first_token = sum(self.token_counts[: self.rank])
         self.order: Tensor | None = None
         """[N] int64: the tokens of all ranks in the order of their sequences; None if already in this order."""
         self.mine: Tensor | None = None
@@ -252,21 +251,15 @@ class TokenParallel(_Ranks):
 
     def arrange(self, sequence: Tensor) -> None:
         """Set the order, and this rank's positions, from each token's sequence, given in the order of the ranks."""
-        mine = torch.arange(len(sequence), device=sequence.device)
+        places = torch.arange(len(sequence), device=sequence.device)
         if self.split:
-            self.order = sequence.sort(stable=True).indices
-            inverse = torch.empty_like(self.order)
-            inverse[self.order] = mine
-            mine = inverse
-        self.mine = mine[self.first_token : self.first_token + self.token_counts[self.rank]]
+            self.order = sequence.argsort(stable=True)
+            places = self.order.argsort()
+        self.mine = places.split(self.token_counts)[self.rank]
 
     def add(self, x: Tensor) -> Tensor:
         """`x` summed over the ranks, in their order."""
         return self.all_gather(x).sum(0)
-
-    def sum(self, count: int, device: torch.device) -> int:
-        """`count` summed over the ranks."""
-        return int(self.all_gather(torch.tensor([count], device=device)).sum())
 
 
 def whole(x: Tensor, process_group: dist.ProcessGroup | ParallelGroups | None) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 from grpo_fused.ranks import parallel
 
 KINDS = {
-    "merged": "statistics", "first_of": "statistics", "smallest": "sizes", "sum": "sizes", "gather": "objective",
-    "add": "objective", "meet": "status", "agree": "agreement",
+    "merged": "statistics", "first_of": "statistics", "smallest": "sizes", "add": "sizes", "gather": "objective",
+    "meet": "status", "agree": "agreement",
 }  # fmt: skip
 """The function that makes a collective: the kind of this."""
 
