@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_fused.api.pipeline import clean_coefficients
-from grpo_fused.call.calls import LogitsCall
+from grpo_fused.call.calls import LogitsCall, LogitsGradientCall
 from grpo_fused.call.layout import Layout, active_tokens, blocks
 from grpo_fused.engines.base import flat_view, rows_of
 from grpo_fused.engines.chunked import row_block_bytes, row_work
@@ -17,20 +17,20 @@ from grpo_fused.engines.rows import RowWork
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics, Transform, has_coefficient
 
 
-def scores(call: LogitsCall, layout: Layout) -> Statistics:
+def scores(call: LogitsCall) -> Statistics:
     """Statistics of all N positions, 0 where masked; entropies only if requested."""
-    source = _Logits.of(call, layout)
+    source = _Logits.of(call)
     out = Statistics.empty(source.mask.shape[0], source.mask.device, call.with_entropy, source.dtype).zero_()
     for positions, rows in source.blocks(source.mask.nonzero().squeeze(1)):
         out.place_(positions, source.work.statistics(rows, with_entropy=call.with_entropy))
     return out
 
 
-def gradient(call: LogitsCall, layout: Layout, dlogps: Tensor | None, dentropies: Tensor | None) -> Tensor:
+def gradient(call: LogitsGradientCall) -> Tensor:
     """dlogits [N, V] in the dtype of the logits, from coefficients on log-probs and entropies."""
-    source = _Logits.of(call, layout)
-    dlogp, dentropy = clean_coefficients(source.mask, dlogps, dentropies, source.dtype)
-    out = torch.zeros((source.mask.shape[0], call.logits.shape[-1]), dtype=call.logits.dtype, device=dlogp.device)
+    source, logits = _Logits.of(call.forward), call.forward.logits
+    dlogp, dentropy = clean_coefficients(source.mask, call.dlogps, call.dentropies, source.dtype)
+    out = torch.zeros((source.mask.shape[0], logits.shape[-1]), dtype=logits.dtype, device=dlogp.device)
     for positions, rows in source.blocks(has_coefficient(dlogp, dentropy).nonzero().squeeze(1)):
         stats = source.work.statistics(rows, with_entropy=dentropy is not None)
         whole = positions.shape[0] == out.shape[0]
@@ -55,11 +55,11 @@ class _Logits(NamedTuple):
     """of statistics"""
 
     @classmethod
-    def of(cls, call: LogitsCall, layout: Layout) -> _Logits:
+    def of(cls, call: LogitsCall) -> _Logits:
         dtype = torch.promote_types(call.logits.dtype, torch.float32)
         mask = active_tokens(call.mask, call.token_ids).reshape(-1)
-        ids = call.token_ids.reshape(-1).to(torch.int64)
-        temperature = call.temperature if call.temperatures is None else layout.per_token(call.temperatures)
+        ids, temperatures = call.token_ids.reshape(-1).to(torch.int64), call.temperatures
+        temperature = call.temperature if temperatures is None else Layout.of(call.token_ids).per_token(temperatures)
         return cls(flat_view(call.logits), ids, mask, temperature, row_work(call.logits.device, dtype), dtype)
 
     def blocks(self, positions: Tensor) -> Iterator[tuple[Tensor, Rows]]:

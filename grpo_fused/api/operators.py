@@ -289,11 +289,11 @@ def _(call: calls.ObjectiveCall) -> ObjectiveResult:
 @_operator(calls.LogitsCall, tuple[Tensor, Tensor])
 def selective_logprobs(call: calls.LogitsCall) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies from logits, in the shape of the ids."""
-    layout = Layout.of(call.token_ids)
+    ids = call.token_ids
     with _plain(call.logits.device):
-        check_token_values(call.token_ids, call.mask, call.logits.shape[-1], call.temperatures, layout)
-        scores = logits.scores(call, layout)
-        return scores.logp.view(layout.shape), _shaped(scores.entropy, layout.shape, scores.logp)
+        check_token_values(ids, call.mask, call.logits.shape[-1], call.temperatures, Layout.of(ids))
+        scores = logits.scores(call)
+        return scores.logp.view(ids.shape), _shaped(scores.entropy, ids.shape, scores.logp)
 
 
 @selective_logprobs.fake
@@ -306,8 +306,7 @@ def _(call: calls.LogitsCall) -> tuple[Tensor, Tensor]:
 def selective_logprobs_gradient(call: calls.LogitsGradientCall) -> Tensor:
     """dlogits in the dtype of the logits."""
     with _plain(call.forward.logits.device):
-        layout = Layout.of(call.forward.token_ids)
-        return logits.gradient(call.forward, layout, call.dlogps, call.dentropies).view(call.forward.logits.shape)
+        return logits.gradient(call).view(call.forward.logits.shape)
 
 
 selective_logprobs_gradient.fake(lambda call: call.forward.logits.new_empty(call.forward.logits.shape))
