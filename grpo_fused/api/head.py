@@ -84,13 +84,10 @@ class HeadOptions(LogitOptions, total=False):
     impl: Impl
 
 
-_NAMES = frozenset((*LogitOptions.__annotations__, *HeadOptions.__annotations__))
-
-
 def check_names(function: str, options: Mapping[str, object], *refused: str) -> None:
     """Raise `TypeError` as Python does, if there are other names than those of `HeadOptions` without the refused."""
     for name in options:
-        if name not in _NAMES or name in refused:
+        if name not in HeadOptions.__optional_keys__ or name in refused:
             is_of_loss = name in GRPOLossConfig.__dataclass_fields__ and "loss" in function.lower()
             hint = f": pass config=GRPOLossConfig({name}=...)" if is_of_loss else ""
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
