@@ -14,8 +14,6 @@ LossTypeName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sap
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token"]
 KLEstimator = Literal["k1", "k2", "k3", "exact"]
 
-_DEFAULT_EPSILONS = tuple(kind.epsilon for kind in LOSS_TYPES.values())
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class GRPOLossConfig:
@@ -84,7 +82,8 @@ class GRPOLossConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if any(self.epsilon is default for default in _DEFAULT_EPSILONS):  # not set, perhaps in a config that it copies
+        # not set, perhaps in a config that it copies
+        if any(self.epsilon is kind.epsilon for kind in LOSS_TYPES.values()):
             object.__setattr__(self, "epsilon", self.kind.epsilon)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be > 1; got {self.dual_clip}")

@@ -12,8 +12,6 @@ Rule = Literal["clip", "cispo", "sapo", "vespo", "gmpo"]
 Average = Literal["sequences", "tokens", "length", "sum", "items"]
 
 _RATIOS = frozenset({"importance_sampling_level", "off_policy_mask_threshold"})
-# Separate objects, as gmpo's: "not set" and "set to 0.2" differ, see `GRPOLossConfig`.
-_EPSILON = float("0.2")
 _CLIP = _RATIOS | {"epsilon", "epsilon_high", "delta", "dual_clip"}
 _CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
 
@@ -33,8 +31,8 @@ class LossType:
     """an option without a default"""
     why: str = ""
     """what it is required for, as the end of a sentence"""
-    epsilon: float = _EPSILON
-    """the default"""
+    epsilon: float = float("0.2")
+    """the default, an object of its own: "not set" and "set to 0.2" differ, see `GRPOLossConfig`"""
     metrics: tuple[str, ...] = _CLIP_RATIOS
     """besides those of all loss types"""
     one_value_a_sequence: bool = False
