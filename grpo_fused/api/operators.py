@@ -264,7 +264,7 @@ def grpo_objective(call: calls.ObjectiveCall) -> ObjectiveResult:
         result.loss,
         logp.view(layout.shape),
         _shaped(entropy, layout.shape, logp),
-        torch.stack([x.to(torch.float32) for x in metrics.values()]),
+        torch.stack([x.to(torch.float32) for x in metrics]),
         dlogp.view(layout.shape),
         _shaped(dentropy, layout.shape, logp),
     )
@@ -322,7 +322,7 @@ def _shaped(x: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor:
 
 def _loss_result(call: calls.LinearCall, parts: pipeline.LossParts) -> LossResult:
     shape = calls.layout_of(call).shape
-    values = [x.to(torch.float32) for x in parts.metrics.values()]
+    values = [x.to(torch.float32) for x in parts.metrics]
     return LossResult(
         parts.loss,
         parts.logps.view(shape),

@@ -54,7 +54,8 @@ class LossParts(NamedTuple):
     entropies: Tensor | None
     """[N], 0 where masked; None if neither the loss nor the metrics use them"""
     gradients: Gradients
-    metrics: dict[str, Tensor]
+    metrics: list[Tensor]
+    """0-d each, in the order of `loss_metric_names`"""
 
 
 def run_loss(engine: Engine, tokens: Tokens, call: calls.LossCall, ranks: TokenParallel | None = None) -> LossParts:
@@ -131,9 +132,9 @@ def run_loss(engine: Engine, tokens: Tokens, call: calls.LossCall, ranks: TokenP
         gradients = _gradient_of_scored(engine, work, scores, made, found, compact)
 
     worked = torch.full_like(batch.total, gradients.tokens)
-    metrics = {"gradient_tokens": worked if ranks is None else ranks.add(worked)}
-    metrics |= compute_metrics(result, entropy, batch, config, complete=call.with_metrics)
-    return LossParts(result.loss, scores.logp, scores.entropy, gradients, metrics)
+    worked = worked if ranks is None else ranks.add(worked)
+    metrics = compute_metrics(result, entropy, batch, config, complete=call.with_metrics)
+    return LossParts(result.loss, scores.logp, scores.entropy, gradients, [worked, *metrics])
 
 
 def run_objective(
@@ -178,7 +179,7 @@ def run_objective(
     if needs.any() and chunks is not None:
         statistics, gradients = engine.fused(replace(work, chunks=chunks, coefficients=coefficients))
         _place(statistics, work, scores)
-        return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
+        return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, [])
     made = _score_first(engine, work, scores)
     known, everything = scores.select(rows), slice(0, len(rows))
     if not needs.any():
@@ -187,10 +188,10 @@ def run_objective(
             value = evaluation.value(everything, known.logp.clamp(min=LOWEST_LOGP), known.entropy, others)
         check_no_other_gradient(value, ())
         nothing = Gradients(None, None, None, 0)
-        return LossParts(value.to(torch.float64).sum(), scores.logp, scores.entropy, nothing, {})
+        return LossParts(value.to(torch.float64).sum(), scores.logp, scores.entropy, nothing, [])
     found = coefficients(everything, known)
     gradients = _gradient_of_scored(engine, work, scores, made, found, run.compact)
-    return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, {})
+    return LossParts(evaluation.loss, scores.logp, scores.entropy, gradients, [])
 
 
 def evaluation_of(call: calls.CustomCall, rows: Tensor) -> Evaluation:
@@ -216,7 +217,7 @@ def run_divergence(call: calls.DivergenceCall, tokens: Tokens) -> LossParts:
     divergence = torch.where(tokens.mask, divergence, 0.0)
     check_finite(divergence, call.kind)
     loss = (weights * divergence).sum(dtype=torch.float64).to(weights.dtype)
-    return LossParts(loss, divergence, scores.entropy, gradients, {})
+    return LossParts(loss, divergence, scores.entropy, gradients, [])
 
 
 def run_logprobs(

@@ -16,7 +16,7 @@ from grpo_fused.objective.formulas import Objective
 def metric_names(
     config: GRPOLossConfig, *, with_kl: bool, with_entropy: bool, complete: bool = True
 ) -> tuple[str, ...]:
-    """Names of the metrics that `compute_metrics` returns, in its order."""
+    """Names of the metrics that `compute_metrics` returns."""
     names: tuple[str, ...] = ("policy_loss", "active_tokens")
     if not complete:
         return names
@@ -34,31 +34,31 @@ def loss_metric_names(config: GRPOLossConfig, *, with_kl: bool, complete: bool) 
 
 def compute_metrics(
     objective: Objective, entropy: Tensor | None, batch: TokenBatch, config: GRPOLossConfig, *, complete: bool = True
-) -> dict[str, Tensor]:
-    """Metrics of all tokens of a call, 0-d each: `objective` and `entropy` ([R]) cover the whole `batch`.
+) -> list[Tensor]:
+    """Metrics of all tokens of a call, 0-d each, in the order of `metric_names`.
 
+    `objective` and `entropy` ([R]) cover the whole `batch`.
     Means are over active tokens. Numbers with one value for each sequence (clip decisions at level `sequence`, VESPO's
     phi) are averaged over all sequences, unless advantages differ within one. `low_min` and `high_max` are taken over
     the means of the sequences that have tokens; NaN if there are none. Metrics that need the scores of all tokens are
     included only if `complete`.
     """
-    metrics = {"policy_loss": objective.policy_loss, "active_tokens": batch.total}
+    metrics = [objective.policy_loss, batch.total]
     if not complete:
         return metrics
-    columns = {name: x for name, x in (("kl", objective.kl), ("entropy", entropy)) if x is not None}
+    columns = [x for x in (objective.kl, entropy) if x is not None]
     own = objective.seen()
     if not columns and not own:
         return metrics
     # all in one reduction: a call of few tokens takes as long as its kernels take to launch
-    table = torch.where(batch.mask.unsqueeze(1), torch.stack([*columns.values(), *own], dim=1), 0.0)
+    table = torch.where(batch.mask.unsqueeze(1), torch.stack([*columns, *own], dim=1), 0.0)
     sums = segments(table.to(torch.float64), "sum", batch.offsets)  # [B, K]
     mean = sums.sum(0) / batch.total  # NaN without a token
     means = torch.where(batch.total == 0, 0.0, mean).to(batch.total.dtype)
-    metrics |= dict(zip(columns, means.unbind(), strict=False))
+    first = len(columns)
+    metrics += means[:first].unbind()
     if own:
-        first = len(columns)
-        found = _own_metrics(sums[:, first:], mean[first:], means[first:], batch, config)
-        metrics |= dict(zip(config.kind.metrics, found, strict=True))
+        metrics += _own_metrics(sums[:, first:], mean[first:], means[first:], batch, config)
     return metrics
 
 
