@@ -351,9 +351,7 @@ def _engine(call: calls.TokensCall, tokens: Tokens) -> Engine:
     engine = engines.engine(call.run.engine)
     if tokens.candidates is None:
         return engine
-    vocab_size = call.lm_head.vocab_size if tokens.vocab is None else tokens.vocab.total
-    most = engines.largest_sparse_set(call.run.engine, vocab_size)
-    return CandidateEngine(engine, tokens.candidates, _pairs(call), call.run.any_whole, most)
+    return CandidateEngine(engine, tokens.candidates, _pairs(call), call.run.any_whole, _largest_set(call, tokens))
 
 
 def _pairs(call: calls.TokensCall) -> Pairs:
@@ -364,9 +362,13 @@ def _alternatives(call: calls.CustomCall | calls.LogprobsCall, tokens: Tokens) -
     sets = call.alternatives.sets
     if sets is None:
         return None
-    name, head = call.run.engine, rounded_bias(call.lm_head)
-    vocab_size = head.vocab_size if tokens.vocab is None else tokens.vocab.total
-    return Alternatives(head, tokens, sets, _pairs(call), engines.largest_sparse_set(name, vocab_size))
+    return Alternatives(rounded_bias(call.lm_head), tokens, sets, _pairs(call), _largest_set(call, tokens))
+
+
+def _largest_set(call: calls.TokensCall, tokens: Tokens) -> int:
+    """See `engines.largest_sparse_set`, of the vocabulary of all ranks."""
+    vocab_size = call.lm_head.vocab_size if tokens.vocab is None else tokens.vocab.total
+    return engines.largest_sparse_set(call.run.engine, vocab_size)
 
 
 def _candidate_gradients(
