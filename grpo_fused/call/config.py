@@ -78,7 +78,9 @@ class GRPOLossConfig:
     off_policy_mask_threshold: float | None = None
     top_entropy_quantile: float = option(1.0, most=1)
     entropy_coef: float = 0.0
-    _encoded: ClassVar[str]  # computed once: torch.compile cannot trace the repr of a float
+    encoded: ClassVar[str]
+    """the options as a Python literal, the form in which a `torch.library` operator takes them; made once, since
+    torch.compile cannot trace the repr of a float"""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -90,7 +92,7 @@ class GRPOLossConfig:
         if self.dual_clip is not None and self.delta is not None:
             raise ValueError(f"dual_clip ({self.dual_clip}) and delta ({self.delta}) exclude each other; set one")
         self._check_loss_type_uses_options()
-        object.__setattr__(self, "_encoded", repr(vars(self)))
+        object.__setattr__(self, "encoded", repr(vars(self)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -112,11 +114,6 @@ class GRPOLossConfig:
     def kind(self) -> LossType:
         """The row of its loss type in the table."""
         return LOSS_TYPES[self.loss_type]
-
-    @property
-    def encoded(self) -> str:
-        """The options as a Python literal, the form in which a `torch.library` operator takes them."""
-        return self._encoded
 
     @staticmethod
     @lru_cache(maxsize=256)

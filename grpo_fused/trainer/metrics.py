@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -152,7 +153,7 @@ class RunLog:
             options |= {} if self.config.objective is None else {"objective": self.config.loss_name}
             name = self.config.run_name
             names = {tracker: {option: name} for tracker, option in RUN_NAMES.items() if name is not None}
-            self.accelerator.init_trackers(self.config.project, options | vars(self.config.loss), names)
+            self.accelerator.init_trackers(self.config.project, options | asdict(self.config.loss), names)
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ import pickle
 import re
 import signal
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -754,6 +754,7 @@ def test_a_tracker_gets_the_options_of_a_run_and_the_step_of_its_metrics() -> No
     assert (options["steps"], options["objective"], options["loss_type"]) == (
         config.steps, config.loss_name, "grpo",
     )  # fmt: skip
+    assert options.keys() <= {f.name for f in (*fields(config), *fields(config.loss))}
     assert (metrics, step, end) == ({"step": 3, "loss": 0.5}, 3, "finished")
     with RunLog(GRPOTrainerConfig(), log.accelerator, None).open():  # without report_to they are the caller's
         pass
