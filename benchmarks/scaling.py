@@ -32,15 +32,8 @@ class Layout(NamedTuple):
 
     vocab: int
     """ranks that hold slices of the vocabulary (TP)"""
-    data: int
-    """ranks with their own sequences (DP)"""
-    context: int = 1
-    """ranks with parts of the same sequences (SP, CP)"""
-
-    @property
-    def ranks(self) -> int:
-        """GPUs."""
-        return self.vocab * self.data * self.context
+    tokens: int
+    """ranks with tokens of their own: other sequences (DP), or parts of the same ones (SP, CP)"""
 
 
 class Communication(NamedTuple):
@@ -51,7 +44,7 @@ class Communication(NamedTuple):
     hidden_gradient: int
     """fp32, all-reduced over `vocab`"""
     objective: int
-    """fp64 before the loss and fp32 after it, all-gathered over `data` x `context`"""
+    """fp64 before the loss and fp32 after it, all-gathered over `tokens`"""
 
 
 FIELDS = 5
@@ -63,7 +56,7 @@ def communication(scored: int, with_gradient: int, width: int, layout: Layout) -
     return Communication(
         statistics=4 * scored if layout.vocab > 1 else 0,
         hidden_gradient=width * with_gradient if layout.vocab > 1 else 0,
-        objective=(FIELDS + 2) * scored if layout.data * layout.context > 1 else 0,
+        objective=(FIELDS + 2) * scored if layout.tokens > 1 else 0,
     )
 
 
@@ -86,14 +79,12 @@ class Step(NamedTuple):
 
 def step(tokens: int, width: int, vocab: int, layout: Layout, machine: Machine) -> Step:
     """Forward and backward of `tokens` in all."""
-    mine = tokens / (layout.data * layout.context)
-    rows = vocab / layout.vocab
+    v, t = layout
+    mine, rows = tokens / t, vocab / v
     product = 2 * mine * width * rows / machine.products
     sent = communication(int(mine), int(mine), width, layout)
-    inner = machine.intra if layout.vocab <= machine.gpus_per_node else machine.inter
-    spread = layout.ranks > machine.gpus_per_node
-    outer = machine.inter if spread else machine.intra
-    v, t = layout.vocab, layout.data * layout.context
+    inner = machine.intra if v <= machine.gpus_per_node else machine.inter
+    outer = machine.intra if v * t <= machine.gpus_per_node else machine.inter
     vocab_bytes = 4 * sent.statistics * (v - 1) + 2 * 4 * sent.hidden_gradient * (v - 1) / v
     # fp64 fields before, two fp32 numbers after; the weight's gradient in bf16, reduce-scattered and gathered
     token_bytes = (8 * FIELDS + 4 * 2) * mine * (t - 1) + (2 * 2 * width * rows * (t - 1) / t if t > 1 else 0)
@@ -122,7 +113,7 @@ def main(
             layout = Layout(slices, ranks // slices)
             s = step(tokens, hidden, vocab, layout, machine)
             print(
-                f"{ranks:5} {slices:6} {layout.data:7} {1e3 * s.products:9.2f} {1e3 * s.vocab_links:12.2f} "
+                f"{ranks:5} {slices:6} {layout.tokens:7} {1e3 * s.products:9.2f} {1e3 * s.vocab_links:12.2f} "
                 f"{1e3 * s.token_links:12.2f} {1e3 * s.total:8.2f}  {s.weight_gb:.2f}"
             )
 

@@ -18,7 +18,7 @@ def test_vocabulary_ranks(workers):
     case = make_case(1, B=4).to(torch.float32)
     for got in workers.run(vocab_loss, 2, case, make_config("dapo", beta=0.1), "chunked", [15, 14], {}):
         scored, worked = int(case.completion_mask.sum()), int(got["gradient_tokens"])
-        want = communication(scored, worked, 12, Layout(vocab=2, data=1))
+        want = communication(scored, worked, 12, Layout(vocab=2, tokens=1))
         assert got["numbers"]["statistics"] == want.statistics
         assert got["numbers"]["hidden gradient"] == want.hidden_gradient
         assert want.objective == 0
@@ -29,7 +29,7 @@ def test_token_ranks(workers):
     case.completion_mask[:] = True
     parts = [slice(0, 3), slice(3, 6)]
     for got in workers.run(token_loss, 2, case, make_config("dapo", beta=0.1), "chunked", parts, "rows", {}):
-        assert got["numbers"]["objective"] == communication(21, 21, 12, Layout(vocab=1, data=2)).objective
+        assert got["numbers"]["objective"] == communication(21, 21, 12, Layout(vocab=1, tokens=2)).objective
 
 
 def test_model_scales_with_the_layout():
