@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from benchmarks.problem import EPSILON
 from benchmarks.providers import PROVIDERS
@@ -38,6 +37,9 @@ OLD_NOISE = 0.1
 
 NOISE_DRAWS = 64
 """Old policies that the share of flipped clip decisions is averaged over: head errors do not depend on them."""
+
+PEERS = {"eager": "eager", "TRL": "trl", "Liger": "liger", "linear_cross_entropy": "torch-lce-chunked"}
+"""Name to the provider that it is of."""
 
 RATIO_BINS = torch.linspace(0.9, 1.1, 82, dtype=torch.float64)
 """Edges; the first and the last bin also count values outside."""
@@ -78,11 +80,8 @@ def providers(device: str) -> dict[str, Callable[[Problem], Tensor]]:
     runnable: dict[str, Callable[[Problem], Tensor]] = {
         impl: lambda p, impl=impl: p.score(impl) for impl in engines_of(device)
     }
-    peers = {"eager": PROVIDERS["eager"].logps, "TRL": PROVIDERS["trl"].logps, "Liger": liger_logps}
-    runnable |= {name: f for name, f in peers.items() if PROVIDERS[name.lower()].unavailable(device) is None}
-    if hasattr(F, "linear_cross_entropy"):  # torch 2.13
-        runnable["linear_cross_entropy"] = torch_logps
-    return runnable
+    peers = {name: PROVIDERS[provider] for name, provider in PEERS.items()}
+    return runnable | {name: p.logps or liger_logps for name, p in peers.items() if p.unavailable(device) is None}
 
 
 def liger_logps(p: Problem) -> Tensor:
@@ -92,14 +91,6 @@ def liger_logps(p: Problem) -> Tensor:
     return LigerFusedLinearPPOBase.chunk_forward(
         p.hidden_states, p.lm_head_weight, p.completion_ids, bias=None, temperature=1.0
     )
-
-
-def torch_logps(p: Problem) -> Tensor:
-    """PyTorch's own fused head, chunked and with the accumulation that it chooses for the dtype."""
-    options = torch.nn.LinearCrossEntropyOptions()
-    hidden, ids = p.hidden_states.flatten(0, 1), p.completion_ids.flatten()
-    losses = F.linear_cross_entropy(hidden, p.lm_head_weight, ids, reduction="none", options=options)
-    return -losses.float().view(p.completion_ids.shape)
 
 
 def measure(case: Case, logps: Tensor) -> dict[str, Any]:
