@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.cost import Shape, scratch_bytes
 from benchmarks.memory import blocks_given_back, peak_bytes, release
 from benchmarks.problem import clear, loss_problem, train
 from benchmarks.providers import PROVIDERS
@@ -24,11 +23,30 @@ from benchmarks.results import Device
 from benchmarks.side_by_side import engines_of
 from benchmarks.study import Section, main
 from benchmarks.timing import Calls, bare_gemms, summary, times_by_round
+from grpo_fused import engines
+from grpo_fused.engines.base import Cost
 from grpo_fused.testing import Problem
+from grpo_fused.tools import predictions
 
 DTYPE = torch.bfloat16
 MOST_BARE_BYTES = 32 * 2**30
 """The bare products hold all logits: they are left out if these would take more."""
+
+
+class Shape(NamedTuple):
+    """A call."""
+
+    N: int
+    """tokens, active or not"""
+    H: int
+    V: int
+    active: float = 1.0
+    """share of the tokens that are not masked"""
+
+    @property
+    def tokens(self) -> int:
+        """Active tokens; nothing is computed for the others."""
+        return round(self.N * self.active)
 
 
 class Grid(NamedTuple):
@@ -72,6 +90,20 @@ def problem_of(shape: Shape, device: str) -> Problem:
     return loss_problem(B, shape.N // B, shape.H, shape.V, DTYPE, device, masked=1.0 - shape.active)
 
 
+def cost_of(engine: str, shape: Shape) -> Cost:
+    """By the engine's own rules."""
+    head = predictions.Shape(shape.tokens, shape.H, shape.V, DTYPE).head(torch.device("cpu"))
+    return engines.engine(engine).cost(head, shape.tokens, None)
+
+
+def scratch_bytes(engine: str, shape: Shape) -> int:
+    """Predicted peak of a loss with both gradients, beyond inputs and gradients."""
+    at_work = cost_of(engine, shape).scratch_bytes + shape.tokens * shape.H * DTYPE.itemsize  # gathered states
+    # all tokens decide whether dW needs its own sum; the gradient that it becomes does not exist yet
+    sums = cost_of(engine, shape._replace(active=1.0)).accumulator_bytes
+    return max(at_work + sums - shape.V * shape.H * DTYPE.itemsize, sums) if sums else at_work
+
+
 def measure_memory(shape: Shape, device: str) -> dict[str, float | None]:
     """Bytes beyond inputs and gradients of each engine that can run; None if memory is too small."""
     problem = problem_of(shape, device)
@@ -104,7 +136,7 @@ def measure_time(shape: Shape, device: str, rounds: int, memory: dict[str, float
     ]  # fmt: skip
     for point in points:
         if device == "cpu" and point["engine"] != "bare":
-            point["predicted_bytes"] = scratch_bytes(point["engine"], shape, DTYPE)
+            point["predicted_bytes"] = scratch_bytes(point["engine"], shape)
     return points
 
 

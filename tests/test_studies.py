@@ -14,7 +14,6 @@ from torch import Tensor
 from benchmarks import (
     accuracy,
     candidates,
-    cost,
     end_to_end,
     growth,
     integration_steps,
@@ -76,7 +75,7 @@ def test_flips_are_counted_on_both_sides():
 
 @pytest.fixture(scope="module")
 def measured_scratch():
-    shape = cost.Shape(256, 256, 32768)
+    shape = growth.Shape(256, 256, 32768)
     with memory.blocks_given_back():
         return shape, growth.measure_memory(shape, "cpu")
 
@@ -86,7 +85,7 @@ def test_predicted_scratch_is_what_a_call_takes(measured_scratch, engine):
     shape, measured = measured_scratch
     if math.isnan(measured[engine]):
         pytest.skip("the peak of this process cannot be read")
-    predicted = cost.scratch_bytes(engine, shape, torch.bfloat16)
+    predicted = growth.scratch_bytes(engine, shape)
     if engine == "native":  # to what an allocator may keep of the blocks of earlier tests
         assert abs(measured[engine] - predicted) < 2 * 2**20 < predicted / 1.5
     else:  # a budget, of which a small call does not take all
@@ -95,15 +94,15 @@ def test_predicted_scratch_is_what_a_call_takes(measured_scratch, engine):
 
 @pytest.mark.skipif(libraries.cpu_available() is not None, reason="not built")
 def test_the_native_plan_recomputes_only_what_does_not_fit():
-    few = cost.cost_of("native", cost.Shape(512, 512, 65536), torch.bfloat16).products
-    many = cost.cost_of("native", cost.Shape(8192, 512, 65536), torch.bfloat16).products
+    few = growth.cost_of("native", growth.Shape(512, 512, 65536)).products
+    many = growth.cost_of("native", growth.Shape(8192, 512, 65536)).products
     assert few == 3.0
     assert 3.5 < many < 4.0
 
 
 @pytest.mark.full
 def test_growth_in_a_tiny_form(tmp_path):
-    grid = growth.Grid(cost.Shape(64, 32, 2048), {"N": (32, 64), "active": (0.5, 1.0)})
+    grid = growth.Grid(growth.Shape(64, 32, 2048), {"N": (32, 64), "active": (0.5, 1.0)})
     section = growth.study(grid, "cpu", rounds=1)
     assert len(section["points"]) == 3 * len({p["engine"] for p in section["points"]})
     for point in section["points"]:
