@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks import learning_page, releases, speed_tables, study_page, tables
-from benchmarks.results import Run, latest, newest_first
-from benchmarks.speed_tables import NOT_YET
+from benchmarks.results import Run, latest
 from benchmarks.studies import STUDIES
 from benchmarks.study import Section, Study
+from benchmarks.tables import NOT_YET
 
 Table = Callable[[list[Run]], str]
 
@@ -26,14 +26,6 @@ def of(study: Study, text: Callable[[Section, Run], str]) -> Table:
     return table
 
 
-def training_step(runs: list[Run]) -> str:
-    """From the newest run of the trainers, and the newest that knows the heads' shares."""
-    steps, shares = latest("trl_steps", runs), latest("end_to_end", runs)
-    if steps is None or shares is None:
-        return f"Time of a training step: {NOT_YET} (`{speed_tables.COMMANDS['cpu']}`)."
-    return tables.training_step(steps, shares)
-
-
 def learning_sentence(runs: list[Run]) -> str:
     """The accuracy over seeds, and the time of a step of a pretrained model if that was measured."""
     words = of(STUDIES["learning"], learning_page.sentence)(runs)
@@ -42,29 +34,18 @@ def learning_sentence(runs: list[Run]) -> str:
     return f"{words} {of(STUDIES['pretrained'], study_page.step_sentence)(runs)}"
 
 
-def integration_steps(runs: list[Run]) -> str:
-    """Each project from the newest run that has it."""
-    found = {project: latest(f"integration_steps.{project}", runs) for project in tables.STEP_ROWS}
-    return tables.integration_steps({project: run for project, run in found.items() if run is not None})
-
-
-def of_releases(table: Callable[..., str]) -> Table:
-    """From all runs: a release may have been tested alone."""
-    return lambda runs: table(*newest_first("cpu", "releases", runs))
-
-
 TABLES: dict[str, Table] = {
     **{study.section.replace("_", "-"): of(study, study.table) for study in STUDIES.values() if study.table},
     "summary": speed_tables.summary,
-    "training-step": training_step,
-    "integration-steps": integration_steps,
+    "training-step": tables.training_step,
+    "integration-steps": tables.integration_steps,
     "cpu-speed": lambda runs: speed_tables.speed_of("cpu", runs),
     "cpu-sparsity": lambda runs: speed_tables.sparsity("cpu", runs),
     "gpu-speed": lambda runs: speed_tables.speed_of("cuda", runs),
     "gpu-sparsity": lambda runs: speed_tables.sparsity("cuda", runs),
     "providers": speed_tables.providers,
-    "releases": of_releases(releases.table),
-    "all-releases": of_releases(releases.all_packages),
+    "releases": releases.table,
+    "all-releases": releases.all_packages,
     "learning-sentence": learning_sentence,
 }
 """Name of a pair of markers, that of a section if nothing else is said, to the text between them."""

@@ -14,14 +14,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 from xml.etree import ElementTree
 
 from packaging.version import Version
 
-from benchmarks.results import ROOT, Run
+from benchmarks.results import ROOT, Run, newest_first
 from benchmarks.study import Section, main
 from benchmarks.tables import grid, paragraphs
 
@@ -101,7 +101,7 @@ def run(
         sys.exit(f"tests failed under {', '.join(dict.fromkeys(failed))}")
 
 
-def table(*runs: Run) -> str:
+def table(runs: list[Run]) -> str:
     """A row for each release of TRL: the tests that passed, of each program."""
     cases = {name: case for name, case in _newest(runs).items() if name.startswith("trl ")}
     rows = [
@@ -111,7 +111,7 @@ def table(*runs: Run) -> str:
     return paragraphs("Tests that passed, of the gate's:", grid(header, rows))
 
 
-def all_packages(*runs: Run) -> str:
+def all_packages(runs: list[Run]) -> str:
     """A row for each release of each package: the tests that passed."""
     rows = [
         [name, _cell(_total(case)), ", ".join(map(" ".join, case.get("beside", {}).items())), case["run"]]
@@ -120,11 +120,11 @@ def all_packages(*runs: Run) -> str:
     return grid("| release | tests that passed | beside | commit |", rows)
 
 
-def _newest(runs: Iterable[Run]) -> dict[str, Any]:
-    """The newest case of each release, and of which run it is; by package and release."""
+def _newest(runs: list[Run]) -> dict[str, Any]:
+    """The newest case of each release, which may have been tested alone, and its run; by package and release."""
     cases = {
         name: case | {"run": f"{run.machine['commit']}, {run.machine['date'][:10]}"}
-        for run in sorted(runs, key=lambda run: run.machine["date"])
+        for run in reversed(newest_first("cpu", "releases", runs))
         for name, case in run.sections["releases"]["cases"].items()
     }
     return dict(sorted(cases.items(), key=lambda case: (case[0].split()[0], Version(case[0].split()[1]))))

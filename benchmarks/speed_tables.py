@@ -8,14 +8,12 @@ from typing import Any
 from benchmarks.results import Run, newest, newest_first, where
 from benchmarks.study import Section
 from benchmarks.sweep import PLANS as GPU_PLANS
-from benchmarks.tables import grid, mib, ms, paragraphs, taken, title
+from benchmarks.tables import COMMANDS, NOT_YET, grid, mib, ms, paragraphs, taken, title
 
-NOT_YET = "not measured yet"
 SPEED_HEADER = (
     "|  | forward + backward | × bare (p20 to p80) | scoring | × bare | memory | gradients off by | max \\|Δlogp\\| |"
 )
 SUMMARY_PEERS = {"torch.compile": "torch.compile", "liger": "Liger", "trl": "TRL"}
-COMMANDS = {"cpu": "make bench", "cuda": "make gpu"}
 
 
 def summary(runs: list[Run]) -> str:

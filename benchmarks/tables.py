@@ -9,9 +9,13 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.results import Run, where
+from benchmarks.results import Run, latest, where
 from benchmarks.study import Section
 from benchmarks.timing import MIB
+
+NOT_YET = "not measured yet"
+COMMANDS = {"cpu": "make bench", "cuda": "make gpu"}
+"""What measures what a table of a device has."""
 
 
 def grid(header: str, rows: Iterable[Sequence[str]]) -> str:
@@ -64,8 +68,14 @@ def page(section: Section, first: str, digits: int) -> str:
     )
 
 
-def training_step(steps: Run, shares: Run) -> str:
-    """The time of steps of TRL's trainer with our loss and without, and the head's share in larger models."""
+def training_step(runs: list[Run]) -> str:
+    """The time of steps of TRL's trainer with our loss and without, and the head's share in larger models.
+
+    From the newest run of the trainers, and the newest that knows the heads' shares.
+    """
+    steps, shares = latest("trl_steps", runs), latest("end_to_end", runs)
+    if steps is None or shares is None:
+        return f"Time of a training step: {NOT_YET} (`{COMMANDS['cpu']}`)."
     section, of_head = steps.sections["trl_steps"], shares.sections["end_to_end"]["head_flop_share"]
     time = {name: f"{row['seconds']['median']:.1f} s" for name, row in section["trainers"].items()}
     memory = {name: mib(row["peak_bytes"]["median"]) for name, row in section["trainers"].items()}
@@ -90,14 +100,15 @@ STEP_ROWS = {
 """Project to what its own side of `benchmarks.integration_steps` is."""
 
 
-def integration_steps(runs: dict[str, Run]) -> str:
-    """A training step with each project's own loss head and with ours, each from a run that timed it."""
+def integration_steps(runs: list[Run]) -> str:
+    """A training step with each project's own loss head and with ours, each from the newest run that timed it."""
     cells, models, places = [], {}, {}
     for project, words in STEP_ROWS.items():
-        if project not in runs:
+        name = f"integration_steps.{project}"
+        if (run := latest(name, runs)) is None:
             cells.append([words, *["-"] * 5])
             continue
-        row = runs[project].sections[f"integration_steps.{project}"]
+        row = run.sections[name]
         own, ours = (row["sides"][name] for name in ("own", "ours"))
         release = row["versions"].get(project, row["versions"].get(f"{project}-kernel", ""))
         cells.append([
@@ -111,18 +122,13 @@ def integration_steps(runs: dict[str, Run]) -> str:
             f"{row['layers']} layers of Qwen2, H = {row['hidden']}, V = {row['vocab']}, {row['dtype']}, "
             f"{row['sequences']} sequences of {row['length']} tokens, {row['threads']} threads"
         )
-        places[project] = where(runs[project])
+        places[project] = where(run)
     lines = [grid("| | its own | ours | own / ours | peak memory | losses, gradients differ by |", cells)]
     for texts in (models, places):
         for text in dict.fromkeys(texts.values()):
             projects = [project for project in texts if texts[project] == text]
             lines.append(text + (f" ({', '.join(projects)})." if len(projects) < len(texts) else "."))
     return paragraphs(*lines)
-
-
-def integration_step(section: Section, run: Run) -> str:
-    """The same, of the projects of one run."""
-    return integration_steps({project: run for project in STEP_ROWS if f"integration_steps.{project}" in run.sections})
 
 
 ACCURACY_NAMES = {"linear_cross_entropy": "linear_cross_entropy of torch, chunked"}

@@ -68,7 +68,9 @@ def test_importing_an_integration_checks_the_release(module, monkeypatch):
 
 def run_of(cases, commit="c", date="2026-11-23"):
     """A file of results with the section."""
-    return Run(Path("f"), {"commit": commit, "date": f"{date}T10:00:00"}, {"releases": {"cases": cases}})
+    return Run(
+        Path("f"), {"device": "cpu", "commit": commit, "date": f"{date}T10:00:00"}, {"releases": {"cases": cases}}
+    )
 
 
 def test_an_installation_that_failed_is_repeated(monkeypatch, tmp_path):
@@ -103,7 +105,7 @@ def test_a_row_for_each_release():
     programs = matrix.counts(report)
     assert programs["test_trl"] == {"passed": 2, "failed": 0, "skipped": 0}
     cases = {name: {"programs": programs} for name in ("trl 1.10.0", "trl 1.9.2")}
-    rows = matrix.table(run_of(cases)).splitlines()
+    rows = matrix.table([run_of(cases)]).splitlines()
     assert rows[0] == "Tests that passed, of the gate's:"
     assert [row.split(" | ")[0] for row in rows[4:]] == ["| trl 1.9.2", "| trl 1.10.0"]
     *cells, commit = rows[4].strip("| ").split(" | ")[1:]
@@ -137,7 +139,7 @@ def test_a_row_for_each_package(tmp_path):
     )
     (section,) = matrix.run(reports=reports)
     section["cases"]["verl 0.10.0"] = {"programs": {"test_one": {"failed": 1}}}
-    rows = matrix.all_packages(run_of(section["cases"])).splitlines()
+    rows = matrix.all_packages([run_of(section["cases"])]).splitlines()
     assert rows[2:] == [
         "| axolotl 0.19.0 | 2, 1 skipped |  | c, 2026-11-23 |",
         "| ms-swift 4.6.0 | 2, 1 skipped | trl 0.29.1 | c, 2026-11-23 |",
@@ -151,12 +153,12 @@ def test_the_newest_run_of_a_release():
     old = {"trl 1.9.2": {"programs": {"test_trl": {"passed": 3}}}}
     both = old | {"trl 1.16.0": {"programs": {"test_trl": {"failed": 1}}}}
     new = {"trl 1.16.0": {"programs": {"test_trl": {"passed": 1}}}}
-    runs = run_of(new, "d", "2026-11-24"), run_of(both)
-    assert matrix.all_packages(*runs).splitlines()[2:] == [
+    runs = [run_of(new, "d", "2026-11-24"), run_of(both)]
+    assert matrix.all_packages(runs).splitlines()[2:] == [
         "| trl 1.9.2 | 3 |  | c, 2026-11-23 |",
         "| trl 1.16.0 | 1 |  | d, 2026-11-24 |",
     ]
-    assert matrix.table(*runs).splitlines()[5].startswith("| trl 1.16.0 | 1 | not served |")
+    assert matrix.table(runs).splitlines()[5].startswith("| trl 1.16.0 | 1 | not served |")
 
 
 def test_the_report_of_failed_tests(tmp_path):
