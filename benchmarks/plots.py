@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from benchmarks.results import Run, latest, newest, where
 from benchmarks.speed_tables import SUMMARY_PEERS, peak_mib, summary_case, with_peers
 from benchmarks.studies import STUDIES
-from benchmarks.style import INK, NAMES, add_source, bar_color, bar_text, decorate, label_bars, new_figure
+from benchmarks.style import INK, NAMES, add_source, bar_text, color_of, decorate, label_bars, new_figure
 from benchmarks.tables import title
 
 if TYPE_CHECKING:
@@ -152,9 +152,9 @@ def _panel(axis: Axes, name: str, bars: dict[str, float], limit: float | None) -
     if limit is not None:
         axis.axvline(limit, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
     for y, key in enumerate(ordered):
-        axis.barh(y, bars[key], color=bar_color(key), height=0.66)
+        axis.barh(y, bars[key], color=color_of(key), height=0.66)
         end = bars[key] if limit is None or bars[key] > limit else limit  # no line through the number
         bar_text(axis, end, y, f"{bars[key]:.2f}" if bars[key] < 10 else f"{bars[key]:,.0f}")
     label_bars(axis, [NAMES.get(key, key) for key in ordered])
     axis.set_xlim(0, max(1.14 * max(bars.values()), axis.get_xlim()[1]))
-    decorate(axis, name, "", "", grid="none")
+    decorate(axis, name, "", "", grid=False)

@@ -12,8 +12,8 @@ from benchmarks.style import (
     LABEL_BOX,
     MUTED,
     OURS,
-    bar_color,
     bar_text,
+    color_of,
     decorate,
     label_bars,
     legend,
@@ -77,11 +77,9 @@ def _flips_panel(axes: Axes, section: dict[str, Any]) -> None:
 def _ratio_panel(axes: Axes, section: dict[str, Any]) -> None:
     histograms = section["histograms"]
     edges, counts = histograms["edges"], histograms["counts"]["bfloat16"]
-    mine = next((name for name in OURS if name in counts), None)
+    mine = next(name for name in OURS if name in counts)
     places = (("eager", "bf16 logits", (0.04, 0.93), "left"), (mine, "ours", (0.96, 0.20), "right"))
     for name, label, place, side in places:
-        if name is None or name not in counts:
-            continue
         values = counts[name]["exact"]
         shares = [below / sum(values) for below in accumulate(values)]
         axes.plot(edges, [0.0, *shares], color=COLORS[name], linewidth=2.4 if name == mine else 1.6, zorder=3)
@@ -142,7 +140,7 @@ def _draw_curves(
         elif len(names) > 1 and mine:
             text = f"ours ({text})"
         axes.plot(
-            x, y, color=COLORS.get(names[0], MUTED), linewidth=2.4 if mine else 1.6, marker="o", markersize=4,
+            x, y, color=color_of(names[0]), linewidth=2.4 if mine else 1.6, marker="o", markersize=4,
             zorder=3 if mine else 2, label=text,
         )  # fmt: skip
     legend(axes, place)
@@ -196,7 +194,7 @@ def growth_plot(section: dict[str, Any]) -> Figure:
 def _dots_and_line(axes: Axes, engine: str, dots: list[tuple[float, float]], line: list[tuple[float, float]]) -> None:
     """What was measured, if anything was, and a line with the engine's name."""
     if dots:
-        color = COLORS.get(engine, MUTED)
+        color = color_of(engine)
         axes.plot(*zip(*dots, strict=True), "o", color=color, markersize=5)
         axes.plot(*zip(*line, strict=True), color=color, linewidth=1.4, label=LABELS.get(engine, engine))
 
@@ -217,7 +215,7 @@ def end_to_end_plot(section: dict[str, Any]) -> Figure:
     bars = [(dtype, name, r) for dtype, by in section["results"].items() for name, r in by.items() if "head_share" in r]
     for y, (_, name, r) in enumerate(bars):
         seconds, head = r["step_seconds"]["median"], r["head_seconds"]["median"]
-        color = bar_color(name)
+        color = color_of(name)
         time.barh(y, 1e3 * head, color=color, height=0.66)
         time.barh(y, 1e3 * max(seconds - head, 0), left=1e3 * head, color=color, alpha=0.35, height=0.66)
         bar_text(time, 1e3 * max(seconds, head), y, f"{1e3 * seconds:,.0f} ms, head {r['head_share']:.0%}")
@@ -227,9 +225,9 @@ def end_to_end_plot(section: dict[str, Any]) -> Figure:
     for axes in (time, memory):
         label_bars(axes, [f"{name}, {_short(dtype)}" for dtype, name, _ in bars])
         axes.set_xlim(0, 1.55 * axes.get_xlim()[1])
-    decorate(time, "Time: head and loss (dark), rest (pale)", "ms for each step (lower is better)", "", grid="none")
+    decorate(time, "Time: head and loss (dark), rest (pale)", "ms for each step (lower is better)", "", grid=False)
     unit = "MiB beyond weights and optimizer state (lower is better)"
-    decorate(memory, "Peak memory of a step", unit, "", grid="none")
+    decorate(memory, "Peak memory of a step", unit, "", grid=False)
     shares = section["head_flop_share"]
     for y, (name, value) in enumerate(shares.items()):
         share.barh(y, value, color=MUTED if name != "this model" else INK, height=0.6)
@@ -237,7 +235,7 @@ def end_to_end_plot(section: dict[str, Any]) -> Figure:
     label_bars(share, list(shares))
     share.set_xlim(0, 1)
     percent(share.xaxis)
-    decorate(share, "Head's share of a model's matrix products", "share of the FLOP of a token", "", grid="none")
+    decorate(share, "Head's share of a model's matrix products", "share of the FLOP of a token", "", grid=False)
     return figure
 
 

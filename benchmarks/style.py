@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,12 +55,12 @@ def new_figure(width: float, height: float, title: str, note: str) -> Figure:
     return figure
 
 
-def decorate(axes: Axes, title: str, x_label: str, y_label: str, grid: Literal["both", "none"] = "both") -> None:
+def decorate(axes: Axes, title: str, x_label: str, y_label: str, grid: bool = True) -> None:
     """Title, labels and grid of a panel."""
     axes.set_title(title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
     axes.set_xlabel(x_label, fontsize=9, color=MUTED)
     axes.set_ylabel(y_label, fontsize=9, color=MUTED)
-    if grid == "both":
+    if grid:
         axes.grid(visible=True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=MUTED, labelsize=8.5, length=0, which="both")
@@ -98,7 +98,7 @@ def legend(axes: Axes, place: str | tuple[float, float] = "best") -> None:
     axes.legend(frameon=False, fontsize=8.5, loc=place)
 
 
-def bar_color(name: str) -> str:
+def color_of(name: str) -> str:
     """The colour of a program; grey for one that is new."""
     return COLORS.get(name, MUTED)
 
