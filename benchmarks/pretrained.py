@@ -68,11 +68,11 @@ SEEDS, DRAWS = 20, 8 * HELD_OUT
 """Seeds whose problems are not held out: no more can be run. Draws from the 4,000 sums that give the held-out ones."""
 
 
-def recipe(model: Path, folder: Path, steps: int, seed: int) -> Recipe:
+def recipe(model: str, folder: Path, seed: int) -> Recipe:
     """The run as a recipe of our trainer."""
     return Recipe(
-        model=str(model), task="reasoning_gym", dataset=TASK, dataset_options=TASK_OPTIONS, chat=False,
-        system_prompt="", rewards=(Reward(name="score_answer"),), eval_limit=HELD_OUT, steps=steps, seed=seed,
+        model=model, task="reasoning_gym", dataset=TASK, dataset_options=TASK_OPTIONS, chat=False,
+        system_prompt="", rewards=(Reward(name="score_answer"),), eval_limit=HELD_OUT, steps=STEPS, seed=seed,
         prompts_per_step=PROMPTS, num_generations=GENERATIONS, max_completion_length=LENGTH, learning_rate=RATE,
         mixed_precision="bf16", save_steps=10, save_total_limit=1, logging_steps=1, output_dir=str(folder),
     )  # fmt: skip
@@ -193,13 +193,7 @@ class TimedTrainer(GRPOTrainer):
         return metrics
 
 
-def train_ours(model: Path, folder: Path, steps: int, seed: int) -> Any:
-    """The policy after a run of our trainer."""
-    options = recipe(model, folder, steps, seed)
-    return trained_by(options, load_parts(options)._asdict())
-
-
-def trained_by(options: Recipe, parts: dict[str, Any]) -> Any:
+def train_ours(options: Recipe, parts: dict[str, Any]) -> Any:
     """The policy after a run of our trainer, with the times of its steps in the recipe's folder."""
     trainer = TimedTrainer(**parts | {"eval_dataset": None}, config=options)
     trainer.clock = Clock(trainer.model, trainer.accelerator, Path(options.output_dir) / "steps.jsonl")
@@ -207,7 +201,7 @@ def trained_by(options: Recipe, parts: dict[str, Any]) -> Any:
     return trainer.model
 
 
-def train_trl(arm: str, model: Path, folder: Path, steps: int, seed: int) -> Any:
+def train_trl(arm: str, model: str, folder: Path, seed: int) -> Any:
     """The policy after a run of TRL's trainer, stock or fused."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -229,15 +223,15 @@ def train_trl(arm: str, model: Path, folder: Path, steps: int, seed: int) -> Any
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             clock.done(state.global_step, **seen)
 
-    rows = [{"prompt": prompt_of(problem(index)), "index": index} for index in range(steps * PROMPTS)]
+    rows = [{"prompt": prompt_of(problem(index)), "index": index} for index in range(STEPS * PROMPTS)]
     options = GRPOConfig(
-        str(folder), max_steps=steps, per_device_train_batch_size=PROMPTS * GENERATIONS, num_generations=GENERATIONS,
+        str(folder), max_steps=STEPS, per_device_train_batch_size=PROMPTS * GENERATIONS, num_generations=GENERATIONS,
         max_completion_length=LENGTH, learning_rate=RATE, lr_scheduler_type="constant", seed=seed, beta=0.0,
         top_k=0, shuffle_dataset=False, use_cpu=True, bf16=True, report_to="none", logging_steps=1,
         disable_tqdm=True, save_strategy="no", gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
     trainer = (FusedGRPOTrainer if arm == "fused_trl" else Stock)(
-        str(model), reward, options, train_dataset=Dataset.from_list(rows),
+        model, reward, options, train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(model), callbacks=[EachStep()],
     )  # fmt: skip
     clock = Clock(trainer.model, trainer.accelerator, folder / "steps.jsonl")
@@ -256,7 +250,7 @@ def held_out_rows() -> list[Any]:
         ]
         for index in range(count)
     }
-    drawn = replace(recipe(Path(), Path(), STEPS, 0), eval_limit=DRAWS).eval_rows() or []
+    drawn = replace(recipe(".", Path(), 0), eval_limit=DRAWS).eval_rows() or []
     rows = list({row["prompt"]: row for row in drawn if row["prompt"] not in seen}.values())[:HELD_OUT]  # each once
     if len(rows) < HELD_OUT:
         raise RuntimeError(f"expected {HELD_OUT} sums that no run sees; got {len(rows)}")
@@ -297,8 +291,11 @@ def train(arm: str, model: str, seed: int) -> dict[str, Any]:
     """A run, in this process: accuracy after it, curves, seconds of a step, and memory."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        args = (Path(model), folder, STEPS, seed)
-        trained = train_ours(*args) if arm == "ours" else train_trl(arm, *args)
+        if arm == "ours":
+            options = recipe(model, folder, seed)
+            trained = train_ours(options, load_parts(options)._asdict())
+        else:
+            trained = train_trl(arm, model, folder, seed)
         found = figures_of(folder)
     return {"after": accuracy(model, trained.state_dict()), **found}
 

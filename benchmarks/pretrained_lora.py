@@ -43,10 +43,10 @@ def adapted(model: Any, seed: int) -> Any:
 def train(arm: str, model: str, seed: int) -> dict[str, Any]:
     """A run, in this process, as `benchmarks.pretrained.train`."""
     with tempfile.TemporaryDirectory() as name:
-        options = replace(pretrained.recipe(Path(model), Path(name), pretrained.STEPS, seed), learning_rate=RATE)
+        options = replace(pretrained.recipe(model, Path(name), seed), learning_rate=RATE)
         parts = load_parts(options)._asdict()
         parts["model"] = adapted(parts["model"], seed)
-        trained = pretrained.trained_by(options, parts)
+        trained = pretrained.train_ours(options, parts)
         found = pretrained.figures_of(Path(name))
     return {"after": pretrained.accuracy_of(trained, parts["tokenizer"]), **found}
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -136,7 +137,7 @@ def run(
 ) -> Iterator[Section]:
     """The section `real_rollouts`."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(recipe(model, Path(folder), steps, seed=0))
+        trainer = build_trainer(replace(recipe(str(model), Path(folder), seed=0), steps=steps))
         recorded = collect(trainer, steps)
         del trainer
     yield {"model": model.name, "steps": steps, **report(recorded), "times": times(recorded)}

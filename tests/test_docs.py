@@ -240,7 +240,7 @@ def test_recipes_to_copy_are_those_that_ran():
     (study,) = (block.code for block in blocks("docs/recipes.md") if "runs/gemma" in block.code)
     (options,) = [Loader(study).get_single_data()]
     words = [word for name, value in options.items() for word in (f"--{name}", json.dumps(value).strip('"'))]
-    assert read_recipe(words)[0] == recipe(Path("runs/start"), Path("runs/gemma"), 20, 0)
+    assert read_recipe(words)[0] == recipe("runs/start", Path("runs/gemma"), 0)
     files = sorted((ROOT / "examples").glob("*/*.yaml"))
     assert len(files) > 10
     for file in files:
