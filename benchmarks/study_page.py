@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.learning_page import ARMS, comparison, counted, p_value, points
-from benchmarks.results import Run, processor, where
+from benchmarks.results import Run, where
 from benchmarks.study import Section
 from benchmarks.tables import BARE, grid, paragraphs
 
@@ -87,12 +87,11 @@ def step_means(section: Section) -> dict[str, dict[str, float]]:
 def step_sentence(section: Section, run: Run) -> str:
     """How long a step of the pretrained model takes in our trainer and in stock TRL."""
     means, first = step_means(section), timed(section)[0]
-    place, commit = first.get("machine", processor(run.machine)), first.get("commit", run.machine["commit"])
     ours, theirs = means["ours"]["seconds"], means["trl"]["seconds"]
     return (
         f"A step of Gemma 3 270M (V = 262,144) takes {ours:.1f} s of processor time in our trainer and "
         f"{theirs:.1f} s in stock TRL, "
-        f"{theirs / ours:.1f} times as long ({place}, commit {commit})."
+        f"{theirs / ours:.1f} times as long ({first['machine']}, commit {first['commit']})."
     )
 
 
