@@ -66,11 +66,9 @@ class Found(NamedTuple):
 def exact(case: Case, *, rounded: bool = False) -> Found:
     """In float64; `rounded`: from dlogits that are rounded to bf16."""
     hidden, weight = case.hidden.double(), case.weight.double()
-    log_p = (hidden @ weight.T).log_softmax(1)
-    at = case.targets.unsqueeze(1)
-    z = hidden @ weight.T
+    z, at = hidden @ weight.T, case.targets.unsqueeze(1)
     others = z.scatter(1, at, -math.inf).logsumexp(1, keepdim=True)
-    dlogits = log_p.exp().scatter(1, at, -(others - z.gather(1, at)).sigmoid())
+    dlogits = z.log_softmax(1).exp().scatter(1, at, -(others - z.gather(1, at)).sigmoid())
     if rounded:
         dlogits = dlogits.bfloat16().double()
     return Found(dlogits @ weight, dlogits.T @ hidden, dlogits.gather(1, at).squeeze(1))
