@@ -139,10 +139,15 @@ class FusedLinearGRPOLoss(torch.nn.Module):
             ref_per_token_logps = ref_input = None
         check.check_tokens(selected_token_ids, "selected_token_ids", check.INTEGER, None)
         check.check_mask(attention_mask, selected_token_ids, "attention_mask")
-        ref = ref_per_token_logps
-        if ref is not None and ref_input is not None:
+        if ref_per_token_logps is not None and ref_input is not None:
             warnings.warn("both ref_per_token_logps and ref_input were given; ref_input is not read", stacklevel=2)
-        if ref is None and ref_input is not None and config.beta != 0.0:
+        ref = ref_per_token_logps if config.beta != 0.0 else None
+        if ref is None and config.beta != 0.0:
+            if ref_input is None:
+                raise ValueError(
+                    f"beta={config.beta} and use_ref_model=True need ref_per_token_logps [B, T], or ref_input and "
+                    "ref_weight; got None"
+                )
             if ref_weight is None:
                 raise ValueError("ref_input needs ref_weight [V, H]; got None")
             with torch.no_grad():
@@ -150,21 +155,16 @@ class FusedLinearGRPOLoss(torch.nn.Module):
                     ref_input, ref_weight, selected_token_ids, attention_mask, lm_head_bias=ref_bias,
                     temperature=self.temperature, impl=self.impl,
                 ).logps  # fmt: skip
-        if ref is None and config.beta != 0.0:
-            raise ValueError(
-                f"beta={config.beta} and use_ref_model=True need ref_per_token_logps [B, T], or ref_input and "
-                "ref_weight; got None"
-            )
         items = options.num_items(num_items_in_batch, attention_mask, config)
         ratio = options.rollout_ratio(vllm_is_ratio, attention_mask, config)
         out = fused_linear_grpo_loss(
             _input, lin_weight, selected_token_ids, advantages, attention_mask, lm_head_bias=bias,
-            old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref if config.beta != 0.0 else None,
+            old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref,
             importance_sampling_ratio=ratio, num_items_in_batch=items, temperature=self.temperature, config=config,
             impl=self.impl,
             with_metrics=ratio is not None,  # with a ratio of 0, tokens that count as clipped would not be scored
         )  # fmt: skip
-        inputs = LossInputs(advantages, attention_mask, old_per_token_logps, ref if config.beta != 0.0 else None)
+        inputs = LossInputs(advantages, attention_mask, old_per_token_logps, ref)
         metrics = options.liger_metrics(out.per_token_logps, inputs, config)
         if self.beta != 0.0 and not self.use_ref_model:
             metrics = [torch.zeros_like(metrics[0]), *metrics]
