@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from .objective import LOWEST_LOGP, expm1
-from .rows import LN2, LOG2E, dlogits, finish_statistics, finite, merge_statistics, shares, to_z
+from .rows import LN2, LOG2E, PER_ROW_POINTERS, dlogits, finish_statistics, finite, merge_statistics, shares, to_z
 
 SCORE = tl.constexpr(0)
 EXPONENTIALS = tl.constexpr(1)
@@ -220,11 +220,7 @@ def epilogue(
         return merge_statistics(m, rest, moment, tile_m, tile_rest, tile_moment, WITH_ENTROPY)
 
 
-@triton.jit(
-    do_not_specialize=["N", "panels", "group"],
-    do_not_specialize_on_alignment=["targets_ptr", "temperature_ptr", "max_ptr", "log_sum_ptr", "logp_ptr",
-                                    "entropy_ptr", "dlogp_ptr", "dentropy_ptr", "count_ptr"],
-)  # fmt: skip
+@triton.jit(do_not_specialize=["N", "panels", "group"], do_not_specialize_on_alignment=[*PER_ROW_POINTERS, "count_ptr"])
 def head_fwd_kernel(
     x,
     w,
@@ -337,11 +333,7 @@ def head_fwd_kernel(
                 tl.store(moment_ptr + part, moment, mask=rows < N)
 
 
-@triton.jit(
-    do_not_specialize=["N"],
-    do_not_specialize_on_alignment=["targets_ptr", "temperature_ptr", "max_ptr", "log_sum_ptr", "logp_ptr",
-                                    "entropy_ptr"],
-)  # fmt: skip
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=PER_ROW_POINTERS)
 def finish_scores_fwd_kernel(
     x_ptr,
     w_ptr,
@@ -430,10 +422,7 @@ def finish_scores_fwd_kernel(
         tl.store(entropy_ptr + rows, entropy, mask=live)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["targets_ptr", "temperature_ptr", "max_ptr", "log_sum_ptr", "logp_ptr",
-                                    "entropy_ptr", "dlogp_ptr", "dentropy_ptr"],
-)  # fmt: skip
+@triton.jit(do_not_specialize_on_alignment=PER_ROW_POINTERS)
 def exponentials_bwd_kernel(
     e_ptr,
     offset_ptr,
@@ -493,10 +482,7 @@ def exponentials_bwd_kernel(
         tl.store(pointers, dz.to(e_ptr.dtype.element_ty), mask=cols < padded)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["targets_ptr", "temperature_ptr", "max_ptr", "log_sum_ptr", "logp_ptr",
-                                    "dlogp_ptr"],
-)  # fmt: skip
+@triton.jit(do_not_specialize_on_alignment=PER_ROW_POINTERS)
 def exponentials_factor_kernel(
     e_ptr,
     offset_ptr,
