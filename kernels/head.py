@@ -82,17 +82,6 @@ def dot(a, b, acc, FP8: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def multiply(
-    acc, x, w, row, tile, k, N, V, H, stride_xn, stride_wv, FP8: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """One k step of the product of a token panel and a vocabulary tile."""
-    a = load_block(x, row, k * BLOCK_K, N, stride_xn, H, BLOCK_N, BLOCK_K, TMA, EVEN_K)
-    b = load_block(w, tile * BLOCK_V, k * BLOCK_K, V, stride_wv, H, BLOCK_V, BLOCK_K, TMA, EVEN_K)
-    return dot(a, b, acc, FP8, UPCAST)
-
-
-@triton.jit
 def multiply_more(
     acc, x_ptr, more_ptr, row, tile, N, V, H, C, stride_xn, stride_mv, STEPS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
@@ -305,10 +294,9 @@ def head_fwd_kernel(
         for step in tl.range(0, tiles * k_steps, disallow_acc_multi_buffer=True):
             tile = first_tile + step // k_steps
             k = step % k_steps
-            acc = multiply(
-                acc, x, w, row, tile, k, N, V, H, stride_xn, stride_wv, FP8, BLOCK_N, BLOCK_V, BLOCK_K, TMA, EVEN_K,
-                UPCAST,
-            )  # fmt: skip
+            a = load_block(x, row, k * BLOCK_K, N, stride_xn, H, BLOCK_N, BLOCK_K, TMA, EVEN_K)
+            b = load_block(w, tile * BLOCK_V, k * BLOCK_K, V, stride_wv, H, BLOCK_V, BLOCK_K, TMA, EVEN_K)
+            acc = dot(a, b, acc, FP8, UPCAST)
             if k == k_steps - 1:
                 acc = multiply_more(
                     acc, x_ptr, more_ptr, row, tile, N, V, H, C, stride_xn, stride_mv, MORE_STEPS, BLOCK_N, BLOCK_V,
