@@ -20,11 +20,7 @@ class RowConfig(NamedTuple):
 # 4096 fp32 logits on 8 warps are 16 a thread: 16-byte loads and stores. `python -m benchmarks.aot` prints registers:
 # 30 to 96 a thread with options off and on, which leaves room for 8 to 2 programs an SM.
 ROW_CONFIGS = {
-    "sm_80": RowConfig(4096, 8, True),
-    "sm_86": RowConfig(4096, 8, True),
-    "sm_89": RowConfig(4096, 8, True),
-    "sm_90": RowConfig(4096, 8, True),
-    "sm_100": RowConfig(4096, 8, True),
+    **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_90", "sm_100"), RowConfig(4096, 8, True)),
     # a wave is 64 lanes: 8 logits each. Loads may still be in flight at a barrier, so the gradient gets its own buffer.
     "gfx942": RowConfig(4096, 8, False),
     "interpreter": RowConfig(256, 1, True),
