@@ -37,11 +37,8 @@ GRADIENT = {BF16: 2**-8, FP16: 2**-11, FP32: 2e-5}
 
 
 @contextmanager
-def launched_as(architecture: Callable[[], str], *, in_place: bool) -> Iterator[None]:
-    """CPU tensors take the kernels, and their launch configurations, of a GPU.
-
-    `in_place`: whether a narrower gradient may be written over the logits that it comes from.
-    """
+def launched_as(architecture: Callable[[], str]) -> Iterator[None]:
+    """CPU tensors take the kernels, and their launch configurations, of a GPU."""
     finish, pass_config = head_configs.finish_config, head_configs.pass_config
     with pytest.MonkeyPatch.context() as patch:
         for module in (configs, head_configs):
@@ -49,8 +46,6 @@ def launched_as(architecture: Callable[[], str], *, in_place: bool) -> Iterator[
         patch.setattr(head_launch, "finish_config", lambda device, dtype: finish(CUDA, dtype))
         patch.setattr(head_launch, "pass_config", lambda device, block_v: pass_config(CUDA, block_v))
         patch.setattr(head_launch, "_interprets", lambda x: False)
-        if not in_place:
-            patch.setattr(engines.chunked, "gradient_fits_in_place", lambda device: False)
         patch.setattr(engines.triton, "unavailable", lambda device, dtype: None)
         patch.setitem(engines._ENGINES, "chunked", ChunkedEngine(lambda device, dtype: TritonRows()))
         yield

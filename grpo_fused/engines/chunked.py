@@ -21,7 +21,7 @@ from grpo_fused.engines.products import gradient_dtype, logits_into, rounded_wei
 from grpo_fused.engines.rows import TEMPORARIES, RowWork, TorchRows
 from grpo_fused.engines.scratch import check_fits_a_token, scratch_budget
 from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
-from grpo_fused.kernels.configs import padded
+from grpo_fused.kernels.configs import padded, row_config
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics
 
 RowWorkOf = Callable[[torch.device, torch.dtype], RowWork]
@@ -36,11 +36,6 @@ _WORTH_SKIPPING = 7 / 8
 def row_block_bytes(device: str) -> int:
     """Size of the blocks that row work takes at a time: they fit a CPU's cache, or fill a launch on other devices."""
     return 4 * 2**20 if device == "cpu" else 64 * 2**20
-
-
-def gradient_fits_in_place(device: torch.device) -> bool:
-    """Whether narrower dlogits may overwrite their logits; AMD's loads may still be in flight at a barrier."""
-    return torch.version.hip is None or device.type == "cpu"
 
 
 def row_work(device: torch.device, dtype: torch.dtype) -> RowWork:
@@ -171,7 +166,7 @@ class Slab:
         device, dtype, narrow = head.weight.device, head.statistics_dtype, gradient_dtype(head)
         self._width = padded(head.vocab_size)
         self._logits = torch.empty((rows, self._width), dtype=dtype, device=device)
-        separate = narrow != dtype and not gradient_fits_in_place(device)
+        separate = narrow != dtype and not row_config(device, head.vocab_size).in_place
         self._dlogits = torch.empty_like(self._logits, dtype=narrow) if separate else self._logits.view(narrow)
 
     def logits(self, tokens: Tokens, rows: Tensor) -> tuple[Tensor, Rows]:

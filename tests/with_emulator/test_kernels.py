@@ -26,7 +26,7 @@ def _mi300():
     """CPU tensors take the kernels, and their launch configurations, of an MI300."""
     instructions.install()
     triton.runtime.driver.set_active(Driver())
-    with cases.launched_as(lambda: "gfx942", in_place=False):
+    with cases.launched_as(lambda: "gfx942"):
         yield
 
 

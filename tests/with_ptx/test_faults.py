@@ -92,7 +92,7 @@ def test_a_fault_is_noticed(architecture, fault):
             FAULTS[fault](kernel)
             changed.append(before != kernel.instructions)
 
-    with cases.launched_as(lambda: architecture, in_place=True):
+    with cases.launched_as(lambda: architecture):
         with (
             driver_of(architecture).active(Options(races=True), edit=edit),
             pytest.raises((PtxError, AssertionError)) as noticed,

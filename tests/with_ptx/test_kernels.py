@@ -40,7 +40,7 @@ ORDERS = {
 def driver(request):
     """CPU tensors take the kernels, and their launch configurations, of an NVIDIA GPU."""
     driver = driver_of(request.param)
-    with cases.launched_as(lambda: request.param, in_place=True), driver.active(IN_STEP):
+    with cases.launched_as(lambda: request.param), driver.active(IN_STEP):
         yield driver
 
 
@@ -96,7 +96,7 @@ def test_loss_of_a_token_outside_of_the_vocabulary(driver):
 
 def test_blackwell():
     """What a step of training takes of sm_100; the gate has no more of it."""
-    with cases.launched_as(lambda: "sm_100", in_place=True), driver_of("sm_100").active(IN_STEP):
+    with cases.launched_as(lambda: "sm_100"), driver_of("sm_100").active(IN_STEP):
         cases.training(cases.BF16)
 
 
@@ -142,7 +142,7 @@ def test_rows(driver, vocab_size, dtype, out_dtype, name):
 def test_a_kernel_that_is_not_in_tritons_cache(tmp_path, monkeypatch):
     """The other tests may take theirs from the cache, and pass though nothing compiles."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with cases.launched_as(lambda: "sm_90", in_place=True), driver_of("sm_90").active(IN_STEP):
+    with cases.launched_as(lambda: "sm_90"), driver_of("sm_90").active(IN_STEP):
         cases.rows(37, cases.FP16, cases.FP16, "temperature")
     assert any(tmp_path.rglob("*.ptx"))
 

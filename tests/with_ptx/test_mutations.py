@@ -302,7 +302,7 @@ class Removals:
 def test_every_removal_is_noticed(architecture, case):
     """All but those of the table."""
     expected = [name for names in REDUNDANT.get((architecture, case), {}).values() for name in names]
-    with cases.launched_as(lambda: architecture, in_place=True):
+    with cases.launched_as(lambda: architecture):
         removals = Removals(driver_of(architecture), case)
         missed = [str(place).split(" (")[0] for place in removals.places if not removals.noticed(place)]
     assert sorted(missed) == sorted(expected), f"of {len(removals.places)}"
@@ -314,7 +314,7 @@ def test_every_removal_is_noticed(architecture, case):
 def test_barriers_that_stand_for_each_other(architecture, case):
     """Of those of which one is enough, not all may be missing; all of those of which none is needed may be."""
     reasons = REDUNDANT[architecture, case]
-    with cases.launched_as(lambda: architecture, in_place=True):
+    with cases.launched_as(lambda: architecture):
         removals = Removals(driver_of(architecture), case)
         for reason in ONE_IS_ENOUGH:
             assert reason not in reasons or removals.noticed(*removals.named(reasons[reason])), reason
@@ -328,7 +328,7 @@ SAMPLE = (("sm_80", "row-statistics"), ("sm_90", "finish"))
 @pytest.mark.parametrize(("architecture", "case"), SAMPLE)
 def test_a_removal_is_noticed(architecture, case):
     """One barrier and one wait of two kernels, with any version of triton."""
-    with cases.launched_as(lambda: architecture, in_place=True):
+    with cases.launched_as(lambda: architecture):
         removals = Removals(driver_of(architecture), case)
         first = {place.opcode: place for place in reversed(removals.places) if "fence" not in place.opcode}
         for place in first.values():
