@@ -18,7 +18,7 @@ from .head import (
     head_fwd_kernel,
 )
 from .head_configs import COLUMN_MULTIPLE, HeadConfig, aligned_width, finish_config, head_config, pass_config
-from .launch import contiguous_bias, device_of, flags_of
+from .launch import device_of, flags_of
 from .row_types import BYTES, NOTHING, Coefficients, Extras, Statistics, Transform
 
 GROUP_BYTES = 16 * 2**20
@@ -113,7 +113,7 @@ def head_scores(
         each, *numbers = transform.numbers
         more = extras.more
         finish_scores_fwd_kernel[(-(-hidden.shape[0] // finish.block_n),)](
-            hidden, _bytes(weight), more, extras.row_scale, contiguous_bias(transform), targets, each, part_max,
+            hidden, _bytes(weight), more, extras.row_scale, transform.bias, targets, each, part_max,
             part_rest, part_moment, *stats, hidden.stride(0), weight.stride(0), _stride(more), hidden.shape[0],
             *weight.shape, _columns(more), splits, *numbers, **flags_of(transform), **_flags(weight, extras, config),
             WITH_ENTROPY=with_entropy, EVEN_K=weight.shape[1] % config.block_k == 0, UPCAST=_interprets(hidden),
@@ -202,7 +202,7 @@ def _sampled_maxima(
     """[N] the largest z of each row among as many columns as a tile has, spread over the vocabulary."""
     step = max(weight.shape[0] // config.block_v, 1)
     columns = slice(0, step * config.block_v, step)
-    bias = None if transform.bias is None else transform.bias[columns]
+    bias = None if transform.bias is None else transform.bias[columns].contiguous()
     maxima, rest = (torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device) for _ in range(2))
     with device_of(hidden):
         _launch(
@@ -280,7 +280,7 @@ def _launch(
         x_ptr=None if more is None else hidden,
         more_ptr=more,
         row_scale_ptr=row_scale,
-        bias_ptr=contiguous_bias(transform),
+        bias_ptr=transform.bias,
         temperature_ptr=each,
         **{name: mode.pop(name, None) for name in _POINTERS},
         stride_xn=hidden.stride(0),

@@ -105,7 +105,7 @@ class _Common(NamedTuple):
             launch["IN_PLACE"] = _shares_memory(logits, out, config)
         return cls(
             (logits.shape[0],),
-            contiguous_bias(transform),
+            transform.bias,
             each,
             (logits.shape[1], width, *numbers),
             flags_of(transform),
@@ -120,11 +120,6 @@ def flags_of(transform: Transform) -> dict[str, bool]:
         "HAS_SOFTCAP": transform.softcap is not None,
         "HAS_TEMPERATURES": isinstance(transform.temperature, Tensor),
     }
-
-
-def contiguous_bias(transform: Transform) -> Tensor | None:
-    """The bias as kernels read it: contiguous."""
-    return None if transform.bias is None else transform.bias.contiguous()
 
 
 def padded_width(logits: Tensor) -> int:

@@ -80,7 +80,7 @@ class Transform(NamedTuple):
     """How raw products become z: softcap(logit_scale * (raw + bias)) / temperature."""
 
     bias: Tensor | None = None
-    """[V]"""
+    """[V], contiguous"""
     logit_scale: float = 1.0
     softcap: float | None = None
     temperature: Tensor | float = 1.0
