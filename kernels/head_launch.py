@@ -212,10 +212,11 @@ def _sampled_maxima(
     return maxima
 
 
-_POINTERS = (
+_OFF = dict.fromkeys((
     "targets_ptr", "max_ptr", "log_sum_ptr", "logp_ptr", "entropy_ptr", "dlogp_ptr", "dentropy_ptr", "sampled_max_ptr",
     "rest_ptr", "moment_ptr", "offset_ptr", "count_ptr",
-)  # fmt: skip
+)) | dict.fromkeys(("WITH_ENTROPY", "HAS_DENTROPY", "HAS_ROW_OFFSETS"), False)  # fmt: skip
+"""Arguments of the head kernel that only some modes take."""
 
 
 def _check(hidden: Tensor, weight: Tensor, extras: Extras) -> None:
@@ -282,7 +283,6 @@ def _launch(
         row_scale_ptr=row_scale,
         bias_ptr=transform.bias,
         temperature_ptr=each,
-        **{name: mode.pop(name, None) for name in _POINTERS},
         stride_xn=hidden.stride(0),
         stride_wv=weight.stride(0),
         stride_mv=_stride(more),
@@ -301,7 +301,7 @@ def _launch(
         softcap=softcap,
         **flags_of(transform),
         **flags,
-        **{"WITH_ENTROPY": False, "HAS_DENTROPY": False, "HAS_ROW_OFFSETS": False, **mode},
+        **(_OFF | mode),
         TMA=config.tma,
         EVEN_K=width % config.block_k == 0,
         E_SCALE=1.0 if out is None else _scale_of(out),
