@@ -48,10 +48,9 @@ class Statistics(NamedTuple):
             return cls(empty, empty, empty, empty if with_entropy else None)
         if len(parts) == 1:
             return parts[0]
-        if not with_entropy:
-            parts = [part._replace(entropy=part.logp) for part in parts]
-        joined = cls(*(torch.cat([x for x in column if x is not None]) for column in zip(*parts, strict=True)))
-        return joined if with_entropy else joined._replace(entropy=None)
+        maxima, log_sums, logps, entropies = zip(*parts, strict=True)
+        entropy = torch.cat(entropies) if with_entropy else None
+        return cls(torch.cat(maxima), torch.cat(log_sums), torch.cat(logps), entropy)
 
     @classmethod
     def empty(
