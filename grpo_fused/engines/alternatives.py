@@ -72,10 +72,8 @@ class Alternatives:
 
     def logps_of_block(self, rows: Tensor, stats: Statistics) -> Tensor:
         """`logps` of so few rows that their temporaries are small."""
-        sets, z = self.sets.select(rows), self._z(rows)
+        sets, z = self.sets.select(rows), self.tokens.summed(self._z(rows))
         token = sets.positions
-        if self.tokens.vocab is not None:
-            z = self.tokens.vocab.start_sum(z)()
         logp = z - stats.max[token] - stats.log_sum[token]
         logp = torch.where(logp > _SURE, -stats.log_sum[token], logp)  # keeps the digits of a confident token
         is_target = sets.ids - self._first == self.tokens.ids[rows][token]

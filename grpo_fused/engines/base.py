@@ -119,6 +119,10 @@ class Tokens(NamedTuple):
         """Scores of `rows` over the whole vocabulary, from this head's."""
         return scores if self.vocab is None else self.vocab.merged(rows, scores)
 
+    def summed(self, x: Tensor) -> Tensor:
+        """`x` summed over the slices of the vocabulary."""
+        return x if self.vocab is None else self.vocab.start_sum(x)()
+
     def transform(self, head: LMHead, rows: Tensor) -> Transform:
         """The transform from products of `rows` to z; the temperature is 1 where masked."""
         temperature = self.temperature

@@ -89,7 +89,7 @@ class CandidateEngine:
                 else:
                     dhidden = derivatives.new_zeros((len(sets.rows), hidden.shape[1]))
                     self.pairs.add_sums(dhidden, all_rows(dhidden), *chosen, derivatives, sets.offsets)
-                    hidden.index_copy_(0, sets.rows, tokens.vocab.start_sum(dhidden)().to(hidden.dtype))
+                    hidden.index_copy_(0, sets.rows, tokens.summed(dhidden).to(hidden.dtype))
         if self.any_whole and (needs.need_weight or needs.need_bias):
             add_weight_gradient(self.pairs, head, tokens, dproducts, gradients.weight, gradients.bias)
         return out, gradients._replace(hidden=hidden, tokens=worked, candidates=dproducts)

@@ -26,7 +26,6 @@ from grpo_fused.engines.gradients import GradientSums, fp16_scale, slab_rows
 from grpo_fused.engines.products import gradient_dtype, rounded_bias, rounded_weight
 from grpo_fused.engines.rows import RowWork, TorchRows, chain_, gradient_of_scores, z_
 from grpo_fused.kernels.row_types import LOWEST_LOG_P, Rows, Statistics
-from grpo_fused.ranks.parallel import VocabParallel
 
 
 def torch_rows(device: torch.device, dtype: torch.dtype) -> RowWork:
@@ -100,7 +99,7 @@ class DivergenceEngine(ChunkedEngine):
                 in_fp16 = gradient_dtype(head) == torch.float16
                 bound = factor.abs()
                 if in_fp16 and self.kind == "reverse_kl":
-                    bound = bound * self._largest_slopes(chunk, head_statistics, block_rows, tokens.vocab)
+                    bound = bound * self._largest_slopes(chunk, head_statistics, block_rows, tokens)
                 if work.coefficients is not no_coefficients:
                     _, dlogp, dentropy, _ = work.coefficients(part, head_statistics[0])
                     bound = bound + dlogp.abs()
@@ -126,13 +125,13 @@ class DivergenceEngine(ChunkedEngine):
         return Statistics.concatenate(scores, head.weight, work.with_entropy), sums.result()
 
     def _largest_slopes(
-        self, chunk: list[Rows], statistics: list[Statistics], block_rows: int, vocab: VocabParallel | None
+        self, chunk: list[Rows], statistics: list[Statistics], block_rows: int, tokens: Tokens
     ) -> Tensor:
         """[K] bounds of |dD/dz| in KL(p || q): D + 1, hundreds where q is near 0. In the other kinds it stays small."""
         values = []
         for block in even_chunks(len(chunk[0].raw), block_rows):
             (z, w), (ours, theirs) = [x.raw[block] for x in chunk], [x.select(block) for x in statistics]
-            values.append(self._divergence(z, w.clone(), ours, theirs, vocab)[0])
+            values.append(self._divergence(z, w.clone(), ours, theirs, tokens)[0])
         return torch.cat(values) + 1.0
 
     def _is_compiled(self, like: Tensor) -> bool:
@@ -165,23 +164,23 @@ class DivergenceEngine(ChunkedEngine):
         z, stats, vocab = rows[0].raw, statistics[0], tokens.vocab
         if self.top_k is not None:
             ids, log_q = (x[where] for x in self.top_k)
-            value, dz = _top_k(ids, log_q, tokens.mask[where], z, stats, vocab)
+            value, dz = _top_k(ids, log_q, where, z, stats, tokens)
         else:
-            value, dz = self._divergence(z, rows[1].raw, statistics[0], statistics[1], vocab)
+            value, dz = self._divergence(z, rows[1].raw, statistics[0], statistics[1], tokens)
         if factor is None:
             return value, dz
         # dz sums to 0; written so at the maximum, this keeps a confident token accurate
         largest, at = z.max(1, keepdim=True)
         has = torch.ones_like(at, dtype=torch.bool) if vocab is None else vocab.first_of(largest == stats.max[:, None])
         own = dz.gather(1, at)
-        rest = _sum(dz.scatter_(1, at, torch.where(has, 0.0, own)).sum(1, keepdim=True), vocab)
+        rest = tokens.summed(dz.scatter_(1, at, torch.where(has, 0.0, own)).sum(1, keepdim=True))
         dz.scatter_(1, at, torch.where(has, -rest, own)).mul_(factor.unsqueeze(1))
         if dlogp is not None:
             dz.add_(gradient_of_scores(z, rows[0].targets, stats, dlogp, dentropy))
         return value, dz
 
     def _divergence(
-        self, z: Tensor, w: Tensor, ours: Statistics, theirs: Statistics, vocab: VocabParallel | None
+        self, z: Tensor, w: Tensor, ours: Statistics, theirs: Statistics, tokens: Tokens
     ) -> tuple[Tensor, Tensor]:
         """(D [R], dD/dz [R, V]) from z of ours and w of the other head ([R, V] each); `w` is overwritten."""
         forward, jsd = self.kind == "forward_kl", self.kind == "jsd"
@@ -204,14 +203,9 @@ class DivergenceEngine(ChunkedEngine):
             v = r.abs().neg_().expm1_().copysign_(r)  # (first - second) / top
             value = (r - v).addcmul_(r.clamp(max=0.0), v).mul_(top).sum(1)
             x = v.mul_(top).neg_() if forward else r.mul_(p)
-        value, sum_of_x = _sum(torch.stack([value, x.sum(1)]), vocab)
+        value, sum_of_x = tokens.summed(torch.stack([value, x.sum(1)]))
         # dz sums to 0: this removes an error common to all r
         return value, x.addcmul_(p, sum_of_x.unsqueeze(1), value=-1.0)
-
-
-def _sum(x: Tensor, vocab: VocabParallel | None) -> Tensor:
-    """Over the slices of the vocabulary."""
-    return x if vocab is None else vocab.start_sum(x)()
 
 
 def _statistics(rows: Rows, with_entropy: bool, compiled: bool) -> Statistics:
@@ -238,16 +232,15 @@ def _log_probs(z: Tensor, statistics: Statistics) -> Tensor:
 
 
 def _top_k(
-    ids: Tensor, log_q: Tensor, mask: Tensor, z: Tensor, statistics: Statistics, vocab: VocabParallel | None
+    ids: Tensor, log_q: Tensor, where: Tensor, z: Tensor, statistics: Statistics, tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
-    """(D [R], dD/dz [R, V]) from z [R, V] and the teacher's top K ([R, K] each)."""
-    log_q = torch.where(mask.unsqueeze(1), log_q.to(z.dtype), -math.inf)
+    """(D [R], dD/dz [R, V]) from z [R, V] and the teacher's top K ([R, K] each) at the positions `where` [R]."""
+    log_q = torch.where(tokens.mask[where].unsqueeze(1), log_q.to(z.dtype), -math.inf)
     q = log_q.exp()
     total = q.sum(1, keepdim=True)
-    first = 0 if vocab is None else vocab.first
-    ids = ids.to(torch.int64) - first
+    ids = ids.to(torch.int64) - (0 if tokens.vocab is None else tokens.vocab.first)
     here = (ids >= 0) & (ids < z.shape[1])
     ids, q = torch.where(here, ids, 0), torch.where(here, q, 0.0)
     log_p = _log_probs(z, statistics)
-    value = _sum(torch.where(q > 0, q * (log_q - log_p.gather(1, ids)), 0.0).sum(1), vocab)
+    value = tokens.summed(torch.where(q > 0, q * (log_q - log_p.gather(1, ids)), 0.0).sum(1))
     return value, log_p.exp_().mul_(total).scatter_add_(1, ids, -q)

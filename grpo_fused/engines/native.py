@@ -153,9 +153,7 @@ class NativeEngine:
             worked += chosen.shape[0]
             if part_dhidden is not None:
                 dhidden = _zeros(shape, head) if dhidden is None else dhidden
-                if tokens.vocab is not None:
-                    part_dhidden = tokens.vocab.start_sum(part_dhidden)()
-                _copy_rows(part_dhidden, dhidden, rows[chosen])
+                _copy_rows(tokens.summed(part_dhidden), dhidden, rows[chosen])
             if dbias is not None and part_dbias is not None:
                 dbias += part_dbias
         if not scores:
