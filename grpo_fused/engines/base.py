@@ -172,7 +172,7 @@ class TokenObjective:
     """[K] int64: those of the work"""
     config: GRPOLossConfig
     place: Callable[[Statistics], Statistics] | None = None
-    """takes the scores of all rows and returns those of the N positions, if all are known then: they are evaluated"""
+    """in a call of one chunk: takes its scores and returns those of the N positions, which are evaluated"""
     result: Objective | None = None
     """of the N positions, once they are evaluated"""
 
@@ -184,7 +184,7 @@ class TokenObjective:
     def __call__(self, part: slice | Tensor, stats: Statistics) -> Coefficients:
         """See `CoefficientsOf`; a slice must hold whole sequences if the objective needs them."""
         logp, entropy = stats.logp, stats.entropy
-        if self.place is None or len(logp) < len(self.rows):
+        if self.place is None:
             known = evaluate(logp, entropy, self.batch.select(part), self.config)
             return Coefficients(stats, *known.derivatives())
         scores = self.place(stats)
