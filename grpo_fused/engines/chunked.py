@@ -24,9 +24,6 @@ from grpo_fused.engines.token_kernels import objective_numbers, token_inputs
 from grpo_fused.kernels.configs import padded, row_config
 from grpo_fused.kernels.row_types import Coefficients, Rows, Statistics
 
-RowWorkOf = Callable[[torch.device, torch.dtype], RowWork]
-"""The row work for logits on a device and of a dtype."""
-
 _ROW_MULTIPLE = 16  # chunks of a multiple fill the tiles of a product, and start 64 bytes aligned in per-token tensors
 
 _WORTH_SKIPPING = 7 / 8
@@ -68,7 +65,7 @@ class ChunkedEngine:
     `heads` share a scratch budget evenly.
     """
 
-    def __init__(self, rows: RowWorkOf = row_work, heads: int = 1) -> None:
+    def __init__(self, rows: Callable[[torch.device, torch.dtype], RowWork] = row_work, heads: int = 1) -> None:
         self._rows, self._heads = rows, heads
 
     def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
