@@ -133,9 +133,7 @@ def head_dlogits(
     extras: Extras = NOTHING,
     config: HeadConfig | None = None,
 ) -> None:
-    """Write dL/d(product) of N rows to `out` [N, V] (rows of `padded` elements) from known statistics."""
-    if hidden.shape[0] == 0:
-        return
+    """Write dL/d(product) of N >= 1 rows to `out` [N, V] (rows of `padded` elements) from known statistics."""
     config = config or head_config(hidden, transform, has_extras=extras.any(), gradient=True)
     with device_of(hidden):
         _launch(
@@ -151,7 +149,7 @@ def head_dlogits(
 def exponentials_to_dlogits(
     exponentials: Exponentials, targets: Tensor, coefficients: Coefficients, transform: Transform
 ) -> None:
-    """Turn E into dL/d(product) in place, from the coefficients ([N]) on log-probs and entropies.
+    """Turn E of N >= 1 rows into dL/d(product) in place, from the coefficients ([N]) on log-probs and entropies.
 
     Raises:
         ValueError: The head has a softcap, whose slope rounded exponentials do not give.
@@ -159,8 +157,6 @@ def exponentials_to_dlogits(
     if transform.softcap is not None:
         raise ValueError(f"exponentials do not give the gradient of a softcap; got softcap={transform.softcap}")
     values, offsets, block_v = exponentials
-    if values.shape[0] == 0:
-        return
     each, number, scale, _ = transform.numbers
     config = pass_config(values.device, block_v)
     with device_of(values):
@@ -176,23 +172,22 @@ def exponentials_to_dlogits(
 def exponentials_factor(
     exponentials: Exponentials, targets: Tensor, coefficients: Coefficients, transform: Transform
 ) -> Tensor:
-    """[N] fp32 factors such that dL/d(product) = factor * E, whose targets' entries are replaced for that.
+    """[N] fp32 factors, N >= 1, such that dL/d(product) = factor * E, whose targets' entries are replaced for that.
 
     Without a pass over E, except for rows whose offset was far too low. Not for an entropy's coefficients, fp16, or a
     head with a softcap.
     """
     values, offsets, block_v = exponentials
     factor = torch.empty(values.shape[0], dtype=torch.float32, device=values.device)
-    if values.shape[0]:
-        each, number, scale, _ = transform.numbers
-        config, known = pass_config(values.device, block_v), coefficients.statistics
-        with device_of(values):
-            exponentials_factor_kernel[(values.shape[0],)](
-                values, offsets, targets, each, known.max, known.log_sum, known.logp, coefficients.dlogp, factor,
-                values.stride(0), values.shape[1], padded(values.shape[1]), offsets.shape[1], number, scale,
-                HAS_TEMPERATURES=each is not None, TILES=config.tiles, BLOCK_V=block_v, num_warps=config.num_warps,
-                enable_fp_fusion=False,
-            )  # fmt: skip
+    each, number, scale, _ = transform.numbers
+    config, known = pass_config(values.device, block_v), coefficients.statistics
+    with device_of(values):
+        exponentials_factor_kernel[(values.shape[0],)](
+            values, offsets, targets, each, known.max, known.log_sum, known.logp, coefficients.dlogp, factor,
+            values.stride(0), values.shape[1], padded(values.shape[1]), offsets.shape[1], number, scale,
+            HAS_TEMPERATURES=each is not None, TILES=config.tiles, BLOCK_V=block_v, num_warps=config.num_warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return factor
 
 
