@@ -307,7 +307,8 @@ def fields_of(package: str, file: str, name: str) -> set[str]:
         pytest.skip(f"{package} is not installed")
     tree = ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    names = {ast.unparse(item.target) for item in found.body if isinstance(item, ast.AnnAssign)}
+    items = [item for item in found.body if isinstance(item, ast.AnnAssign)]
+    names = {ast.unparse(item.target) for item in items if not ast.unparse(item.annotation).startswith("ClassVar")}
     return {name for name in names if not name.startswith("_")}
 
 

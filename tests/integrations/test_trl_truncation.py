@@ -98,8 +98,9 @@ def test_micro_batches_add_rows_to_the_gradient(alone, folder, tmp_path, monkeyp
 
     Each does before TRL 1.15, too: DDP follows the head there, so that what is scored is no parameter.
     """
-    added, real = [], operators.logprobs_gradient
-    monkeypatch.setattr(operators, "logprobs_gradient", lambda call, to=None: (added.append(to), real(call, to))[1])
+    operator, added = operators.linear_logprobs_gradient, []
+    real = operator.body
+    monkeypatch.setattr(operator, "body", lambda call, to=None: (added.append(to), real(call, to))[1])
     if not alone:
         monkeypatch.setattr(head, "is_alone_with", lambda weight: False)
     options = {"exact_truncation": True, "top_k": 4, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}
@@ -112,7 +113,7 @@ def test_micro_batches_add_rows_to_the_gradient(alone, folder, tmp_path, monkeyp
 @pytest.mark.parametrize("exact", [True, False], ids=["a token without a set", "no sets"])
 def test_a_whole_head_adds_no_rows(exact, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(head, "may_need_whole_head", lambda *_: exact)
-    monkeypatch.setattr(operators, "logprobs_gradient", None)
+    monkeypatch.setattr(operators.linear_logprobs_gradient, "body", None)
     options = {
         "exact_truncation": exact,
         "top_k": 4,
