@@ -39,7 +39,7 @@ _ONE_NUMBER = re.compile(
 
 # of a number in scientific notation, which has one digit before the point
 _POWER_OF_TEN = re.compile(
-    r"(?<![0-9./])([1-9](?:\.[0-9]+)?)\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{\s*-?[0-9]{1,3}\s*\}|[0-9])(?!\s*[/^0-9])"
+    r"(?<![0-9./])([1-9](?:\.[0-9]+)?)\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{\s*-?[0-9]{1,3}\s*\}|[0-9])"
 )
 
 _BOX = "\\boxed{"
@@ -136,8 +136,11 @@ def is_one_number(text: str) -> bool:
 
 
 def without_power_of_ten(text: str) -> str:
-    """`1.2 \\times 10^{-4} m` becomes `1.2 m`; a text without a number in scientific notation stays as it is."""
-    return _POWER_OF_TEN.sub(r"\1", text)
+    """`1.2 \\times 10^{-4} m` becomes `1.2\\, m`; a text without a number in scientific notation stays as it is.
+
+    The thin space ends the number: what follows is no part of it, and it is no part of a fraction.
+    """
+    return _POWER_OF_TEN.sub(r"\1\\,", text)
 
 
 def digits_of(number: object) -> str:

@@ -173,6 +173,8 @@ def test_formulas(answer: str, right: str, expected: float) -> None:
         r"3\frac{1}{2}^2", r"3\text{}^2", r"3\text{ }^2", r"4.2 \times 10^1 + 0", r"4.2 \times 10^2/10", r"2 \cdot 21",
         r"8.4/2 \times 10^1", r"\frac{84}{20}\times 10^{1}", r"0.42\times 10^{2}", r"4.2 \times 10^{0+1}", r"4.2\times 10^1^1",
         r"3 \times 10^2/7", r"1/3 \times 10^2", r"3\frac{1}{2}3 \times 10^1", r"3 \times 10^12", r"2,1 \times 10^1",
+        r"\frac{1 \times 10^3}{4}", r"\frac{1}{4 \times 10^1}", r"3 \times 10^1\frac{1}{2}", r"4 \times 10^1.5",
+        r"4 \times 10^2{,}000",
     ],
 )  # fmt: skip
 def test_an_expression_is_not_its_value(answer: str) -> None:
@@ -195,6 +197,16 @@ def test_a_number_may_have_a_name_and_a_unit(answer: str) -> None:
     assert is_one_number(answer)
     assert math_accuracy_reward([f"<answer>{answer}</answer>"], ["42"]) == [1.0]
     assert math_accuracy_reward([f"<answer>{answer}</answer>"], ["43"]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"), [(r"\frac{1 \times 10^3}{4}", "250"), (r"3 \times 10^1\frac{1}{2}", "15")]
+)
+def test_an_expression_with_scientific_notation_is_not_its_value(answer: str, right: str) -> None:
+    pytest.importorskip("math_verify")
+    answers = [rf"\boxed{{{answer}}}"]
+    assert math_accuracy_reward(answers, [right]) == [0.0]
+    assert math_accuracy_reward(answers, [right], accept_expressions=True) == [1.0]
 
 
 @pytest.mark.parametrize(
