@@ -314,8 +314,8 @@ def hash_of_prompts(rows: Sequence[Row]) -> str:
     for row in rows:
         prompt = row["prompt"]
         if not isinstance(prompt, str):  # `datasets` gives every message the keys of all, some without a value
-            prompt = [{key: value for key, value in message.items() if value is not None} for message in prompt]
-        texts.update(json.dumps(prompt, sort_keys=True, default=str).encode())
+            prompt = [{key: x for key, x in sorted(message.items()) if x is not None} for message in prompt]
+        texts.update(json.dumps(prompt, default=str).encode())
     return texts.hexdigest()
 
 

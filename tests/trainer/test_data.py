@@ -354,3 +354,9 @@ def test_the_hash_of_prompts_stays() -> None:
     rows = [{"prompt": "Say 1."}, {"prompt": [{"role": "user", "content": "Count.", "name": None}]}]
     want = hashlib.sha256(b'"Say 1."[{"content": "Count.", "role": "user"}]').hexdigest()
     assert hash_of_prompts(rows) == want
+
+
+def test_arguments_of_a_tool_call_may_have_keys_of_any_type() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"arguments": {1: 2, "by": 3}}]}
+    hashes = {hash_of_prompts([{"prompt": [call | more]}]) for more in ({}, {"name": None}, {"name": "Ada"})}
+    assert len(hashes) == 2
