@@ -63,7 +63,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Text, embeddings: 
         encoding: Any = tokenizer(prompt)
     else:
         try:
-            encoding = tokenizer.apply_chat_template([dict(message) for message in prompt], add_generation_prompt=True)
+            # `return_dict` for tokenizers with code of their own, whose default may be that of transformers 4
+            encoding = tokenizer.apply_chat_template(
+                [dict(message) for message in prompt], add_generation_prompt=True, return_dict=True
+            )
         except TemplateError as error:
             roles = [message["role"] for message in prompt]
             raise PromptError(
