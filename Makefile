@@ -9,7 +9,7 @@ TORCH_INDEX_URL ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-# What is imported is compiled once; all of the packages would take a minute.
+# Python compiles a module when it is first imported, and keeps the result unless this variable has a value.
 export PYTHONDONTWRITEBYTECODE :=
 TORCH := torch==2.13.0 $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 

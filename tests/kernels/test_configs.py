@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grpo_fused.kernels import head_configs
+from grpo_fused.kernels import configs, head_configs
 from grpo_fused.kernels.configs import architecture
 from grpo_fused.kernels.row_types import Extras, Transform
 
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import products, triton
+from grpo_fused.engines.chunked import Slab
+from grpo_fused.engines.rows import TorchRows
 from grpo_fused.engines.scratch import DEFAULT_SCRATCH_BYTES
 
 
@@ -21,6 +23,17 @@ def test_the_nearest_older_architecture(capability, key, monkeypatch):
     """Consumer Blackwell (12.0) has less shared memory than the other (10.x)."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert architecture(torch.device("cuda")) == key
+
+
+@pytest.mark.parametrize(("arch", "shared"), [("sm_90", True), ("interpreter", True), ("gfx942", False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_narrow_gradients_share_memory_with_their_logits(arch, shared, dtype, monkeypatch):
+    """Not on AMD's GPUs; those of the logits' own dtype do on all."""
+    monkeypatch.setattr(configs, "architecture", lambda device: arch)
+    monkeypatch.setattr(products, "has_products_in", lambda dtype, device: True)
+    slab = Slab(LMHead(torch.empty(40, 16, dtype=dtype), compute_dtype=dtype), 2, 2, TorchRows())
+    same = slab.dlogits(2).data_ptr() == slab._logits.data_ptr()
+    assert same == (shared or dtype == torch.float32)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])

@@ -68,6 +68,6 @@ def test_operands_become_of_one_dtype_and_shape(dtypes):
     for width in (16, 1):
         operands_kernel[(1,)](x, y, out, width)
         torch.testing.assert_close(out, torch.arange(1, 17) / 7)
-    for width, refused in ((8, "incompatible dimensions"), (3, "power of 2"), (3, "power of 2")):
+    for width, refused in ((8, "incompatible dimensions"), (3, "power of 2"), (3, "power of 2")):  # each time
         with pytest.raises(Exception, match=refused):
             operands_kernel[(1,)](x, y, out, width)
