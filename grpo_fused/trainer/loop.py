@@ -73,8 +73,8 @@ class GRPOTrainer:
             the model by other means than DDP or FSDP2 or not at all, the weights do not match the functions, a prompt
             cannot be encoded, has tokens that the model lacks or leaves no room for a completion in vLLM, vLLM would
             sample from another distribution than the loss scores, the head of `reference_model` does not fit or it has
-            weights that are trained, the model is not causal, peft would not save a parameter that is trained, or
-            `output_dir` has the checkpoints of a run and `resume` is off.
+            weights that are trained, the model is not causal, padding of its samples would change its states, peft
+            would not save a parameter that is trained, or `output_dir` has a run's checkpoints and `resume` is off.
         ValueError: A tracker of `config.report_to` is unknown, or `accelerator` does not log with it.
         TypeError: A reward function is not callable.
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
@@ -145,7 +145,7 @@ class GRPOTrainer:
             if hasattr(function, "to"):  # a reward model
                 function.to(device)
         self.policy = Policy(model, self.accelerator, config)
-        setup.check_causal(model)
+        setup.check_states(model, padded=engine is None or isinstance(engine, HuggingFaceEngine))
         if reference_model is not None and config.loss.beta == 0:
             raise ValueError("reference_model is only used with loss.beta > 0; got beta 0")
         trained = {id(p) for p in model.parameters() if p.requires_grad}

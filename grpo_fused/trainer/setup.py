@@ -68,19 +68,30 @@ def ready(model: PreTrainedModel, config: GRPOTrainerConfig, device: torch.devic
     return model
 
 
-def check_causal(model: PreTrainedModel) -> None:
-    """Raises if a state depends on later tokens, which sampling does not have (BERT without `is_decoder`)."""
+def check_states(model: PreTrainedModel, *, padded: bool) -> None:
+    """Raises if a state depends on what only scoring has, or only sampling.
+
+    Those are later tokens (BERT without `is_decoder`), and, if sampling is `padded`, what is masked before a prompt
+    (RWKV, xLSTM, RecurrentGemma).
+    """
     a, b, c, d = (ordinary_tokens(model, embeddings_of(model)) * 4)[:4]
-    ids = torch.tensor([[a, b, c, d], [a, b, d, c]], device=model.device)
-    places = torch.arange(4, device=model.device).expand_as(ids)
+    ids = torch.tensor([[a, b, c, d], [a, b, d, c], [d, a, b, c]], device=model.device)
+    mask = torch.ones_like(ids)
+    mask[2, 0] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
     with undisturbed(model):
-        first, second = head_hidden_states(model, ids, torch.ones_like(ids), position_ids=places)[:, :2].float()
-    away, most = float((second - first).norm() / first.norm()), 1e-3 if model.dtype == torch.float32 else 5e-2
-    if away > most:  # NaN is found in the first step
-        raise ValueError(
-            f"model must be causal, with states that no later token changes; those of {type(model).__name__} differ by "
-            f"{away:.1e} (relative), more than {most:.0e} (is_decoder=True, where a config has it)"
-        )
+        states = head_hidden_states(model, ids, mask, position_ids=places).float()
+    expected, most = states[0, :2], 1e-3 if model.dtype == torch.float32 else 5e-2
+    found = [("later token", "is_decoder=True, where a config has it", states[1, :2])]
+    if padded:
+        found.append(("masked token before a prompt", "or give an engine that samples without padding", states[2, 1:3]))
+    for change, remedy, state in found:
+        away = float((state - expected).norm() / expected.norm())
+        if away > most:  # NaN is found in the first step
+            raise ValueError(
+                f"model must have states that no {change} changes; those of {type(model).__name__} differ by "
+                f"{away:.1e} (relative), more than {most:.0e} ({remedy})"
+            )
 
 
 def check_saved(model: PreTrainedModel) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from transformers import (
     OPTConfig,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
+    RwkvConfig,
 )
 
 from grpo_fused import GRPOLossConfig
@@ -281,10 +284,19 @@ SIZES = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 def test_a_model_that_sees_later_tokens_is_refused(tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype) -> None:
     bert = BertConfig(**SIZES, initializer_range=0.2)
     rows = [{"prompt": "1+1="}, {"prompt": "2+2="}]
-    with pytest.raises(ValueError, match="model must be causal, .* of BertLMHeadModel differ by .*is_decoder=True"):
+    with pytest.raises(
+        ValueError, match="no later token changes; those of BertLMHeadModel differ by .*is_decoder=True"
+    ):
         make_trainer(AutoModelForCausalLM.from_config(bert, dtype=dtype), tokenizer, rows)
     bert.is_decoder = True
     make_trainer(AutoModelForCausalLM.from_config(bert, dtype=dtype), tokenizer, rows)
+
+
+def test_states_may_differ_by_the_rounding_of_their_dtype() -> None:
+    bert = BertConfig(**SIZES, initializer_range=0.05)  # away by 3e-3
+    setup.check_states(AutoModelForCausalLM.from_config(bert, dtype=torch.bfloat16), padded=False)
+    with pytest.raises(ValueError, match="more than 1e-03"):
+        setup.check_states(AutoModelForCausalLM.from_config(bert, dtype=torch.float32), padded=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -298,9 +310,23 @@ def test_a_model_that_sees_later_tokens_is_refused(tokenizer: PreTrainedTokenize
     ],
     ids=lambda config: config.model_type,
 )
-def test_causal_models_are_taken(config: Any, dtype: torch.dtype) -> None:
+def test_causal_models_that_heed_the_mask_are_taken(config: Any, dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    setup.check_causal(model)
+    setup.check_states(model, padded=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_model_that_ignores_the_mask_is_not_sampled_with_padding(
+    tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype
+) -> None:
+    config = RwkvConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, context_length=32)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    rows = [{"prompt": "1+1="}, {"prompt": "12+1="}]
+    trainer = partial(GRPOTrainer, model, tokenizer, [count_ones], rows, GRPOTrainerConfig(**SMALL))  # type: ignore[arg-type]
+    for padding in (None, HuggingFaceEngine(model, tokenizer)):
+        with pytest.raises(ValueError, match="no masked token before a prompt changes; those of RwkvForC.* differ by"):
+            trainer(engine=padding)
+    trainer(engine=Mock(spec=["generate", "sync_weights"]))
 
 
 def test_virtual_tokens_are_refused(
