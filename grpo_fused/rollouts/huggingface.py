@@ -170,9 +170,10 @@ class _Ends(StoppingCriteria):
         if self.stop_strings:
             # only the completion is searched: a prompt may contain a stop string, or end with its first part.
             # transformers' own criterion matches the vocabulary in advance, and fails for tokenizers without "abcdef"
-            tails = self.tokenizer.batch_decode(input_ids[:, -min(self.tail, length) :])
+            running = (self.lengths > length).nonzero().flatten()
+            tails = self.tokenizer.batch_decode(input_ids[running, -min(self.tail, length) :])
             found = [any(stop in tail for stop in self.stop_strings) for tail in tails]
-            done |= torch.tensor(found, device=done.device)
+            done[running] |= torch.tensor(found, dtype=torch.bool, device=done.device)
         self.lengths = torch.where(done, self.lengths.clamp(max=length), self.lengths)
         return done
 

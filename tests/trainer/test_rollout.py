@@ -168,6 +168,23 @@ def test_an_eos_ends_a_completion_also_with_stop_strings() -> None:
     assert ends.lengths[0] == 1
 
 
+def test_only_rows_that_run_are_searched_for_a_stop_string() -> None:
+    decoded: list[list[list[int]]] = []
+
+    def batch_decode(rows: torch.Tensor) -> list[str]:
+        decoded.append(rows.tolist())
+        return ["x" if 3 in row else "" for row in rows.tolist()]
+
+    sampling = Sampling(num_generations=1, max_completion_length=9, stop_strings=("x",))
+    ends = _Ends(sampling, SimpleNamespace(batch_decode=batch_decode), torch.zeros(3, 1, dtype=torch.int64))  # type: ignore[arg-type]
+    assert ends(torch.tensor([[0, 1], [0, 3], [0, 1]]), None).tolist() == [False, True, False]
+    assert ends(torch.tensor([[0, 1, 2], [0, 3, 9], [0, 1, 3]]), None).tolist() == [False, False, True]
+    assert ends(torch.tensor([[0, 1, 2, 3], [0, 3, 9, 9], [0, 1, 3, 9]]), None).tolist() == [True, False, False]
+    assert ends(torch.zeros(3, 5, dtype=torch.int64), None).tolist() == [False] * 3  # other processes go on
+    assert ends.lengths.tolist() == [3, 1, 2]
+    assert decoded == [[[1], [3], [1]], [[1, 2], [1, 3]], [[2, 3]], []]
+
+
 def test_a_model_in_training_mode_samples_without_dropout_and_stays_in_it(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
