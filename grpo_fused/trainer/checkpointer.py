@@ -35,6 +35,7 @@ class Checkpointer:
         batches: Their position is a part of a checkpoint.
         tokenizer: Saved with the model.
         identity: `checkpoint.identity` of what the run begins with.
+        teacher: The identity of its `reference_model`, if any; a resume says whether it is another one.
         say: Prints a text, on one process.
     """
 
@@ -43,6 +44,7 @@ class Checkpointer:
     batches: Batches | Stream
     tokenizer: PreTrainedTokenizerBase
     identity: dict[str, str]
+    teacher: dict[str, str] | None
     say: Callable[[str], None]
     _saved_at: int = 0
 
@@ -73,7 +75,7 @@ class Checkpointer:
             save_file(moments, folder / checkpoint.OPTIMIZER)
             processes = self.accelerator.num_processes
             about: dict[str, Any] = {"step": steps_done, "processes": processes, "moments": len(moments)}
-            about |= {"options": checkpoint.options_of(self.config)} | self.identity
+            about |= {"options": self._options()} | self.identity
             checkpoint.write_state(folder, about | self._state())
 
         failure = [""]
@@ -86,6 +88,11 @@ class Checkpointer:
             raise CheckpointError(failure[0])
         self._saved_at = steps_done
         return final
+
+    def _options(self) -> dict[str, Any]:
+        """The options of the run, and the SHA-256 (its first digits) of the weights of `reference_model`."""
+        weights = None if self.teacher is None else self.teacher["model"][:16]
+        return checkpoint.options_of(self.config) | {"weights of reference_model": weights}
 
     def _state(self) -> dict[str, Any]:
         scaler = self.accelerator.scaler  # of fp16
@@ -171,7 +178,7 @@ class Checkpointer:
             cut_jsonl(newest.with_name("metrics.jsonl"), steps_done)
         left = "" if steps_done < self.config.steps else ": nothing is left to do"
         self.say(f"resumed from {newest}, {steps_done} of {self.config.steps} steps done{left}")
-        if changes := checkpoint.changes(state["options"], checkpoint.options_of(self.config)):
+        if changes := checkpoint.changes(state["options"], self._options()):
             self.say("\n  ".join(["options that are not those of the checkpoint:", *changes]))
         return steps_done
 

@@ -123,7 +123,7 @@ class GRPOTrainer:
                 f"prompts_per_step must be divisible by the {processes} processes; got {config.prompts_per_step}"
             )
         models = [model] if reference_model is None else [model, reference_model]
-        begins_with = of_all_processes(self.accelerator, *[identity(x, tokenizer) for x in models])
+        begins_with, *teacher = of_all_processes(self.accelerator, *[identity(x, tokenizer) for x in models])
         self.reward_functions = dict(zip(reward_names(reward_functions), reward_functions, strict=True))
         self.reward_weights = torch.tensor(reward_weights_of(reward_functions, reward_weights), dtype=torch.float32)
         self._silent: set[str] = set()  # reward functions that were named for judging nothing
@@ -170,7 +170,13 @@ class GRPOTrainer:
         )
         self.sampler = Sampler(engine, sampling, self.update, tokenizer, encode, self.reward_functions, self.peers)
         self.checkpointer = Checkpointer(
-            self.output_dir, self.update, self.batches, tokenizer, begins_with, self.log.say
+            self.output_dir,
+            self.update,
+            self.batches,
+            tokenizer,
+            begins_with,
+            teacher[0] if teacher else None,
+            self.log.say,
         )
         self.stopped_by: int | None = None
         self._stop = StopRequest()

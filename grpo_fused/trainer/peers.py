@@ -70,8 +70,8 @@ class Peers:
         self._in_collectives = False
 
 
-def of_all_processes(accelerator: Accelerator, *models: dict[str, str]) -> dict[str, str]:
-    """The identity of the first model; raises unless all processes have models of the same identities.
+def of_all_processes(accelerator: Accelerator, *models: dict[str, str]) -> tuple[dict[str, str], ...]:
+    """The identities of the models; raises unless all processes have models of the same ones.
 
     The policy's weights become those of the first process (DDP), or shards of all (FSDP2), but not its reference's.
     """
@@ -83,7 +83,7 @@ def of_all_processes(accelerator: Accelerator, *models: dict[str, str]) -> dict[
             "all processes must begin with the same weights and vocabulary, of model and reference_model; got others "
             f"on the processes {others} (a random model needs the same seed on each)"
         )
-    return found[0][0]
+    return found[0]
 
 
 def check_processes(accelerator: Accelerator) -> None:

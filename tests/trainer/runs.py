@@ -78,7 +78,7 @@ def make(folder: Path | None, *, adapter: bool = False, tied: bool = False, **op
 
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
-    arguments = ("resume", "overwrite", "engine", "accelerator", "evaluate")
+    arguments = ("resume", "overwrite", "engine", "accelerator", "evaluate", "reference_model")
     trainer = {key: options.pop(key) for key in arguments if key in options}
     return GRPOTrainer(
         model, tokenizer, [count_ones], ROWS, GRPOTrainerConfig(**(OPTIONS | options)), output_dir=folder, **trainer

@@ -68,6 +68,24 @@ def test_it_lists_the_options_that_changed(tmp_path: Path, said: Said) -> None:
     ]
 
 
+def test_it_says_that_the_teacher_is_another_one(
+    tmp_path: Path, said: Said, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    teacher, other = (build_small_model(len(tokenizer), seed=seed) for seed in (1, 2))
+    make(tmp_path, steps=1, reference_model=teacher).train()
+    said()
+    make(tmp_path, steps=1, reference_model=teacher, resume=True)
+    assert len(said()) == 1
+    was, now = (identity(model, tokenizer)["model"][:16] for model in (teacher, other))
+    make(tmp_path, steps=1, reference_model=other, resume=True)
+    assert said()[1:] == [
+        "options that are not those of the checkpoint:",
+        f"  weights of reference_model: {was} -> {now}",
+    ]
+    make(tmp_path, steps=1, resume=True)
+    assert said()[2:] == [f"  weights of reference_model: {was} -> None"]
+
+
 def test_options_of_recipes_are_compared_inside() -> None:
     recipe = Recipe(model="m", dataset="d", rewards=(Reward(name="length", options={"by": Path("x")}),), rollout="vllm")
     other = replace(recipe, model="n", rewards=(Reward(name="format"),), lora=LoRA(), vllm_options={"a": 1})
