@@ -479,6 +479,8 @@ def test_check_objective():
         check_objective(lambda logps, _, alternative_logps, **__: logps * 2, alternative_inputs={})
     with pytest.raises(ValueError, match="scope 'token' must give each token the same .* differ by"):
         check_objective(lambda logps, entropies, **_: logps / len(logps), inputs)
+    with pytest.raises(TypeError, match="objective must be a function; got str"):
+        check_objective("gspo")
     with pytest.raises(ValueError, match="scope 'sequence' must give each sequence the same"):
         check_objective(batch_mean, inputs, "sequence")
     with pytest.raises(ValueError, match=r"two sequences or more; got \[1, 9\]"):

@@ -29,6 +29,25 @@ def test_a_keyword_that_a_function_does_not_have_is_refused(call, name):
         call(**{name: None})
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("old_logps", "; did you mean 'old_per_token_logps'?"),
+        ("adapter", "; did you mean 'lm_head_adapter'?"),
+        ("x", ""),
+    ],
+)
+def test_the_nearest_keyword_is_named(name, near):
+    with pytest.raises(TypeError) as refused:
+        fused_linear_grpo_loss(HIDDEN, WEIGHT, IDS, torch.ones(2), **{name: None})
+    assert str(refused.value).endswith(f"unexpected keyword argument {name!r}{near}")
+
+
+def test_a_keyword_that_is_refused_is_not_the_nearest():
+    with pytest.raises(TypeError, match="'candidate'$"):
+        fused_linear_divergence(HIDDEN, WEIGHT, HIDDEN, WEIGHT, candidate=None)
+
+
 @pytest.mark.parametrize("impl", ENGINES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_rounds_the_bias_too(impl, dtype):

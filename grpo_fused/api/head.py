@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import grpo_fused
 from grpo_fused import engines
 from grpo_fused.api.composed import composed
 from grpo_fused.call import validation as check
@@ -85,11 +88,15 @@ class HeadOptions(LogitOptions, total=False):
 
 
 def check_names(function: str, options: Mapping[str, object], *refused: str) -> None:
-    """Raise `TypeError` as Python does, if there are other names than those of `HeadOptions` without the refused."""
+    """Raise `TypeError` as Python does, if there are other names than those of `HeadOptions` without the refused; it
+    names the nearest one of the function."""
     for name in options:
         if name not in HeadOptions.__optional_keys__ or name in refused:
             is_of_loss = name in GRPOLossConfig.__dataclass_fields__ and "loss" in function.lower()
-            hint = f": pass config=GRPOLossConfig({name}=...)" if is_of_loss else ""
+            known = {*HeadOptions.__optional_keys__, *signature(getattr(grpo_fused, function)).parameters} - {*refused}
+            near = get_close_matches(name, sorted(known), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f": pass config=GRPOLossConfig({name}=...)" if is_of_loss else hint
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
@@ -130,7 +137,7 @@ def head_of(
     bias = None if bias is None else whole(bias, group)
     given = options.get("lm_head_adapter")
     given = () if given is None else given
-    adapters = (given,) if isinstance(given, HeadAdapter) else tuple(given)
+    adapters = tuple(given) if isinstance(given, Sequence) else (given,)
     adds = options.get("add_to_weight_grad", False)
     check_flag(adds, "add_to_weight_grad")
     if adds:

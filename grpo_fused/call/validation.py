@@ -112,7 +112,9 @@ def check_head(
     else:
         _check_head_weight(lm_head_weight)
     check_tensor(hidden_states, "hidden_states", FLOAT, (*token_ids.shape, "H"), beside=ids_name)
-    _check_shape(lm_head_weight.shape, "lm_head_weight", ("V", hidden_states.shape[-1]), beside="hidden_states")
+    width, sizes = hidden_states.shape[-1], lm_head_weight.shape
+    hint = ": pass its transpose, or the states before the head if these are logits" if width in sizes[:1] else ""
+    _check_shape(sizes, "lm_head_weight", ("V", width), beside="hidden_states", hint=hint)
     if 0 in lm_head_weight.shape:
         raise ValueError(f"lm_head_weight must have V >= 1 and H >= 1; got {tuple(lm_head_weight.shape)}")
     if lm_head_bias is not None:
@@ -253,6 +255,9 @@ def check_objective_scope(objective: object, scope: str) -> None:
     """A function; one with a `scope` (`grpo_fused.objectives`) must be called with that scope or a larger one."""
     if not callable(objective):
         raise TypeError(f"objective must be a function; got {type(objective).__name__}")
+    if getattr(objective, "__annotations__", {}).get("return") == "Objective":
+        name = getattr(objective, "__name__", repr(objective))
+        raise TypeError(f"objective must be what {name}(...) returns; got the function {name} itself")
     scopes, own_scope = ("token", "sequence", "batch"), getattr(objective, "scope", None)
     if own_scope in scopes and scopes.index(own_scope) > scopes.index(scope):
         raise ValueError(f"{objective!r} must be called with scope={own_scope!r}; got {scope!r}")
@@ -400,9 +405,9 @@ def check_token_values(
     active = active_tokens(mask, token_ids).reshape(-1)
     ids = token_ids.reshape(-1)[active].to(torch.int64)
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
-        raise ValueError(
-            f"token ids on active positions must lie in [0, {vocab_size}); got {int(ids.min())} to {int(ids.max())}"
-        )
+        got = f"{int(ids.min())} to {int(ids.max())}"
+        hint = ": mask the positions that are -100 in labels" if -100 in ids else ""
+        raise ValueError(f"token ids on active positions must lie in [0, {vocab_size}); got {got}{hint}")
     if temperature is not None:
         t = layout.per_token(temperature)
         _refuse("temperature", "be > 0 and finite", ~((t > 0) & t.isfinite()), active)
@@ -507,18 +512,21 @@ def check_tensor(x: Any, name: str, kind: Kind, *shapes: tuple[Size, ...], besid
         raise TypeError(f"{name} must {kind.must}; got {x.dtype}")
     if x.device.type == "meta":
         raise ValueError(f"{name} must be in memory; got a tensor on meta, which has no values")
+    if x.is_nested or x.layout != torch.strided:
+        form = "nested: pass its values(), packed, and offsets() as cu_seqlens" if x.is_nested else x.layout
+        raise TypeError(f"{name} must be a dense tensor; got one that is {form}")
     if shapes:
         _check_shape(x.shape, name, *shapes, beside=beside)
 
 
-def _check_shape(got: torch.Size, name: str, *shapes: tuple[Size, ...], beside: str = "") -> None:
-    """One of the shapes; `beside` names the argument that it must match."""
+def _check_shape(got: torch.Size, name: str, *shapes: tuple[Size, ...], beside: str = "", hint: str = "") -> None:
+    """One of the shapes; `beside` names the argument that it must match, `hint` is the remedy."""
     for shape in shapes:
         sizes = zip(got, shape, strict=False)
         if len(shape) == len(got) and all(isinstance(want, str) or size == want for size, want in sizes):
             return
     expected = " or ".join(str(shape).replace("'", "") for shape in shapes)
-    raise ValueError(f"{name} must have shape {expected}{beside and f' to go with {beside}'}; got {tuple(got)}")
+    raise ValueError(f"{name} must have shape {expected}{beside and f' to go with {beside}'}; got {tuple(got)}{hint}")
 
 
 def _spreadable(layout: Layout) -> list[tuple[Size, ...]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from grpo_fused.call.candidates import CandidateSets
 from grpo_fused.call.layout import Layout, offsets_of, values_are_checked
 from grpo_fused.call.options import check_choice
+from grpo_fused.call.validation import check_objective_scope
 from grpo_fused.objective.batch import LOWEST_LOGP
 
 Scope = Literal["token", "sequence", "batch"]
@@ -181,6 +182,7 @@ def check_objective(
         ValueError: The results differ (the message says by how much), or `fused_linear_objective` would refuse them.
     """
     check_choice(scope, "scope", Scope)
+    check_objective_scope(objective, scope)
     inputs = dict(inputs or {})
     shape = next(iter(inputs.values())).shape if inputs else torch.Size([8, -(-num_tokens // 8)])
     shape = shape if len(shape) == 2 else torch.Size([1, *shape])
