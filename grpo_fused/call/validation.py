@@ -264,7 +264,7 @@ def check_objective_scope(objective: object, scope: str) -> None:
 
 
 def inputs_of(name: str, inputs: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """A copy of an objective's inputs, which may be a mapping or None."""
+    """A copy of inputs by name, which may be a mapping or None."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise TypeError(f"{name} must be a mapping of names to tensors or None; got {type(inputs).__name__}")
     return dict(inputs or {})

@@ -12,7 +12,7 @@ from grpo_fused.api.fused_linear import fused_linear_grpo_loss, fused_linear_log
 from grpo_fused.call.layout import values_are_checked
 from grpo_fused.call.options import check_integer
 from grpo_fused.call.outputs import GRPOLossOutput, LogprobOutput
-from grpo_fused.call.validation import check_mask
+from grpo_fused.call.validation import INTEGER, check_mask, check_tensor, check_zero_or_one, inputs_of
 from grpo_fused.heads.check import lm_head_inputs
 from grpo_fused.heads.hidden import forward_parameters, head_hidden_states
 
@@ -48,8 +48,8 @@ def grpo_loss_of(
         `GRPOLossOutput`; the loss is differentiable in all trainable parameters.
 
     Raises:
-        ValueError: a prompt that is padded on the right, or a completion mask beyond the attention mask (CPU; elsewhere
-            with `GRPO_FUSED_DEBUG=1`).
+        ValueError: a negative id, an attention mask that is not of 0 and 1, a prompt that is padded on the right, or a
+            completion mask beyond the attention mask (CPU; elsewhere with `GRPO_FUSED_DEBUG=1`).
         ValueError, TypeError, RuntimeError: as `head_hidden_states`, `lm_head_inputs`, `fused_linear_grpo_loss`.
 
     Example::
@@ -110,12 +110,17 @@ def _completions(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(hidden states that predict the completions [B, T, H], their ids [B, T], the mask [B, T])."""
     check_integer(prompt_length, "prompt_length", least=1)
+    check_tensor(input_ids, "input_ids", INTEGER)
     if input_ids.dim() != 2 or input_ids.shape[1] <= prompt_length:
         raise ValueError(
             f"input_ids must be [B, P + T] with P = prompt_length = {prompt_length} and T >= 1; "
             f"got {tuple(input_ids.shape)}"
         )
-    completion_ids, inputs = input_ids[:, prompt_length:], dict(model_inputs or {})
+    if values_are_checked(input_ids.device) and (input_ids < 0).any():
+        raise ValueError(
+            f"input_ids must be ids of the vocabulary, padding too; got {int(input_ids.min())} (-100 is for labels)"
+        )
+    completion_ids, inputs = input_ids[:, prompt_length:], inputs_of("model_inputs", model_inputs)
     check_mask(attention_mask, input_ids, "attention_mask")
     check_mask(completion_mask, completion_ids)
     if attention_mask is not None:
@@ -132,6 +137,7 @@ def _check_padding(attention_mask: Tensor, prompt_length: int, completion_mask: 
     """Refuse padding that would be trained on, or that would predict the first token of a completion."""
     if not values_are_checked(attention_mask.device):
         return
+    check_zero_or_one(attention_mask)
     is_token = attention_mask != 0
     active = is_token[:, prompt_length:] if completion_mask is None else completion_mask != 0
     if (active & ~is_token[:, prompt_length:]).any():

@@ -149,6 +149,14 @@ def test_a_compiled_step_calls_it_eagerly(call: Any) -> None:
             r"input_ids must be \[B, P \+ T\] with P = prompt_length = 10 and T >= 1; got \(3, 10\)",
         ),
         ({"input_ids": torch.ones(10, dtype=torch.int64)}, r"input_ids must be \[B, P \+ T\] .* got \(10,\)"),
+        (
+            {"input_ids": torch.full((3, 10), -100)},
+            r"input_ids must be ids of the vocabulary, .*; got -100 \(-100 is for",
+        ),
+        (
+            {"attention_mask": torch.zeros(3, 10).index_fill(1, torch.tensor([0]), -torch.inf)},
+            "a mask must hold only 0 and 1",
+        ),
         ({"attention_mask": torch.ones(3, 6)}, r"attention_mask must have shape \(3, 10\); got \(3, 6\)"),
         ({"completion_mask": torch.ones(3)}, r"completion_mask must have shape \(3, 6\); got \(3,\)"),
         ({"completion_mask": torch.ones(3, 6)}, "completion_mask must be 0 where attention_mask is"),
@@ -161,6 +169,8 @@ def test_a_compiled_step_calls_it_eagerly(call: Any) -> None:
         "no prompt",
         "no completion",
         "no batch",
+        "labels",
+        "additive mask",
         "mask",
         "completion mask",
         "trains on padding",
@@ -197,6 +207,10 @@ def test_options_in_the_wrong_place_are_named() -> None:
         TypeError, match="must be a torch.Tensor; got LogprobOutput, whose fields are logps, .*: pass one"
     ):
         grpo_loss_of(model, **batch(), advantages=advantages, old_per_token_logps=logprobs_of(model, **batch()))
+    with pytest.raises(TypeError, match="input_ids must be a torch.Tensor; got dict"):
+        logprobs_of(model, {"input_ids": torch.ones(3, 10)}, None, 4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model_inputs must be a mapping of names to tensors or None; got list"):
+        logprobs_of(model, **batch(), model_inputs=[])  # type: ignore[arg-type]
 
 
 class TestModule:
