@@ -164,6 +164,7 @@ def test_matches_trl_arithmetic(aggregation, missing):
         (ValueError, r"a finite one for each reward function; got \[inf\]",
          lambda: group_advantages([1.0, 2.0], 2, weights=[math.inf])),
         (TypeError, "weights must be a tensor or a list of numbers", lambda: group_advantages([1.0, 2.0], 2, weights=["a"])),
+        (TypeError, "rewards must be a tensor or .*'1.0'", lambda: group_advantages(np.array(["1.0", "2.0"]), 2)),
         (TypeError, "rewards must be a tensor or .*'1.0'", lambda: group_advantages(["1.0", 2.0], 2)),
         (TypeError, "rewards must be real numbers; got torch.complex64",
          lambda: group_advantages(torch.zeros(2, dtype=torch.complex64), 2)),

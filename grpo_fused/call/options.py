@@ -86,7 +86,8 @@ class _Option:
         if choices:
             check_choice(value, name, kind)
             return choices[choices.index(value)]
-        if kind == tuple[str, ...] and (isinstance(value, str) or not all(isinstance(v, str) and v for v in value)):
+        is_list = isinstance(value, (list, tuple))
+        if kind == tuple[str, ...] and not (is_list and all(isinstance(v, str) and v for v in value)):
             raise TypeError(f"{name} must be a list of non-empty texts; got {value!r}")
         accepted: Any = kind if kind in (int, bool) or is_dataclass(kind) else object
         if not isinstance(value, accepted) or (kind is int and isinstance(value, bool)):

@@ -129,6 +129,8 @@ def z_score(x: Tensor, dim: int, eps: float = _EPS) -> Tensor:
 
 def as_table(rewards: Tensor | Sequence[float | None] | Sequence[Sequence[float | None]]) -> Tensor:
     """[N, F] fp64: sums and standard deviations of rewards as large as 1e6 stay accurate."""
+    if getattr(getattr(rewards, "dtype", None), "kind", None) in ("O", "U"):  # an array with None, or of texts
+        rewards = rewards.tolist()  # type: ignore[union-attr]
     if isinstance(rewards, Tensor):  # on its device, whatever the default one is
         table = rewards.detach()
     elif hasattr(rewards, "__array__"):

@@ -22,7 +22,12 @@ def only_for(function: RewardFunction, task: object, *, column: str = "task") ->
     Returns:
         A reward function of the same name, async if the function is: its reward for its task, None for every other
         sample.
+
+    Raises:
+        TypeError: `function` is none.
     """
+    if not callable(function):
+        raise TypeError(f"function must be a reward function; got {function!r}")
     name = getattr(function, "__name__", type(function).__name__)
 
     def reward(completions: Sequence[object], **batch: Any) -> Any:

@@ -96,7 +96,7 @@ def check_rows(rows: Sequence[Row], at_least: int, *, name: str = "train_dataset
     Raises:
         TypeError, ValueError: They cannot be trained on; the message names the row and the column.
     """
-    if not hasattr(rows, "__len__"):
+    if isinstance(rows, (str, Mapping)) or not hasattr(rows, "__len__"):
         raise TypeError(f"{name} must be a list of rows, or another sequence; got {type(rows).__name__}")
     if len(rows) < at_least:
         least = "one row" if at_least == 1 else f"{at_least} rows, as many as a step takes"

@@ -76,7 +76,7 @@ class GRPOTrainer:
             weights that are trained, the model is not causal, padding of its samples would change its states, peft
             would not save a parameter that is trained, or `output_dir` has a run's checkpoints and `resume` is off.
         ValueError: A tracker of `config.report_to` is unknown, or `accelerator` does not log with it.
-        TypeError: A reward function is not callable.
+        TypeError: A reward function is not callable, or another argument is of the wrong type.
         TypeError, ValueError: The fused loss cannot express the model's head (`check_head`).
         ImportError: The package of a tracker of `config.report_to` is not installed.
         RuntimeError: The named engine of the loss cannot run on the model's device.
@@ -104,6 +104,7 @@ class GRPOTrainer:
         overwrite: bool = False,
         accelerator: Accelerator | None = None,
     ) -> None:
+        setup.check_kinds(model, tokenizer, config, reference_model, evaluate)
         check_trackers(config.report_to)
         if callable(reward_functions):
             reward_functions = [reward_functions]
@@ -300,6 +301,8 @@ class GRPOTrainer:
         if self.eval_rows is not None:
             metrics = evaluate(self.sampler, self.eval_rows, self.config, success=int(self.reward_weights.argmax()))
         own = {} if self.evaluate_too is None else self.evaluate_too()
+        if not isinstance(own, Mapping):
+            raise TypeError(f"evaluate must return a mapping of names to numbers; got {type(own).__name__}")
         rewards = {f"rewards/{name}" for name in self.reward_functions}
         if taken := sorted(own.keys() & (COLUMNS.keys() | NOT_SHOWN | metrics.keys() | rewards | set(AVERAGED))):
             raise ValueError(f"evaluate must return numbers under names of its own; got {taken}, which a step has")

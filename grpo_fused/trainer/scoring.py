@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_fused.call.options import check_number
 from grpo_fused.rewards.calling import RewardFunction, call_reward_functions
+from grpo_fused.rewards.registry import BUILT_INS
 from grpo_fused.rewards.text import Text
 from grpo_fused.trainer.data import Row, check_rows
 
@@ -24,6 +25,8 @@ def reward_names(reward_functions: Sequence[RewardFunction]) -> list[str]:
     Raises:
         TypeError: One of them cannot be called, or is a bare Hugging Face model.
     """
+    if isinstance(reward_functions, str) or not isinstance(reward_functions, Sequence):
+        raise TypeError(f"reward_functions must be a function or a list of functions; got {reward_functions!r}")
     names: list[str] = []
     for position, function in enumerate(reward_functions):
         if isinstance(function, torch.nn.Module) and hasattr(function, "config"):
@@ -32,7 +35,8 @@ def reward_names(reward_functions: Sequence[RewardFunction]) -> list[str]:
                 "wrap it as RewardModel(model, tokenizer)"
             )
         if not callable(function):
-            raise TypeError(f"reward function {position} must be callable; got {function!r}")
+            hint = f": pass built_in({function!r})" if function in list(BUILT_INS) else ""
+            raise TypeError(f"reward function {position} must be callable; got {function!r}{hint}")
         name = first = getattr(function, "__name__", type(function).__name__)
         number = position
         while name in names:
@@ -88,6 +92,10 @@ def score_completions(
     """
     if timeout is not None:
         check_number(timeout, "timeout", above=0.0)
+    if not isinstance(reward_functions, Mapping):
+        raise TypeError(
+            f"reward_functions must be a mapping of names to functions; got {type(reward_functions).__name__}"
+        )
     if not completions and not rows:
         return torch.empty(0, len(reward_functions))
     results = call_reward_functions(reward_functions, _as_batch(rows, completions, completion_ids), timeout)

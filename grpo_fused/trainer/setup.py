@@ -20,6 +20,21 @@ from grpo_fused.trainer.policy import disable_dropout
 from grpo_fused.trainer.rollout import ending_token_ids
 
 
+def check_kinds(model: object, tokenizer: object, config: object, reference_model: object, evaluate: object) -> None:
+    """Raises unless these arguments of the trainer are of their kinds."""
+    is_teacher = reference_model is None or isinstance(reference_model, nn.Module)
+    kinds = {
+        "model": (model, hasattr(model, "generation_config"), "a causal LM, as of AutoModelForCausalLM"),
+        "tokenizer": (tokenizer, isinstance(tokenizer, PreTrainedTokenizerBase), "a tokenizer, as of AutoTokenizer"),
+        "config": (config, isinstance(config, GRPOTrainerConfig), "a GRPOTrainerConfig"),
+        "reference_model": (reference_model, is_teacher, "a causal LM or None"),
+        "evaluate": (evaluate, evaluate is None or callable(evaluate), "a function or None"),
+    }
+    for name, (value, fits, must) in kinds.items():
+        if not fits:
+            raise TypeError(f"{name} must be {must}; got {type(value).__name__}")
+
+
 def check_accelerator(accelerator: Accelerator, config: GRPOTrainerConfig) -> None:
     """Raises if a caller's accelerator would train in another way than the options say."""
     if (found := accelerator.mixed_precision) != config.mixed_precision:

@@ -26,6 +26,11 @@ def test_each_function_judges_its_task() -> None:
     assert judged.tolist() == [[1.0, -1.0], [-1.0, 1.0], [0.0, -1.0]]
 
 
+def test_the_name_of_a_reward_is_no_function() -> None:
+    with pytest.raises(TypeError, match="function must be a reward function; got 'code_format'"):
+        only_for("code_format", "code")  # type: ignore[arg-type]
+
+
 def test_a_function_gets_only_its_samples() -> None:
     def spy(
         prompts: list[str], completions: list[str], completion_ids: list[list[int]], answer: list[str]

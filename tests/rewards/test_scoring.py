@@ -36,6 +36,11 @@ def test_trls_calling_convention() -> None:
     assert seen == {"prompts": ["p0", "p1"], "completions": COMPLETIONS, "completion_ids": IDS, "answer": ["1", "2"]}
 
 
+def test_functions_without_names_are_refused() -> None:
+    with pytest.raises(TypeError, match="reward_functions must be a mapping of names to functions; got list"):
+        score_completions([built_in("exact_answer")], ROWS, COMPLETIONS)  # type: ignore[arg-type]
+
+
 def test_columns_are_functions_and_none_is_nan() -> None:
     functions = {"exact": built_in("exact_answer"), "some": lambda **_: (None, 3)}
     rewards = score_completions(functions, ROWS, COMPLETIONS, IDS)

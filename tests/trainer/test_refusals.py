@@ -61,6 +61,8 @@ EXACT = GRPOLossConfig(beta=0.1, kl_estimator="exact")
         pytest.param({"min_p": -0.1}, ValueError, r"min_p must be in \[0, 1\]; got -0.1", id="min-p"),
         pytest.param({"stop_strings": "stop"}, TypeError, "stop_strings must be a list .*; got 'stop'", id="stop"),
         pytest.param({"stop_strings": ("a", "")}, TypeError, "stop_strings must be a list .*; got", id="empty stop"),
+        pytest.param({"report_to": None}, TypeError, "report_to must be a list .*; got None", id="report-to"),
+        pytest.param({"adam_betas": 0.9}, ValueError, r"adam_betas must be two .*; got \(0.9,\)", id="beta"),
         pytest.param({"eval_samples": 1}, ValueError, "eval_samples must be 0 .* got 1", id="one-sample"),
         pytest.param({"lr_scheduler_type": "poly"}, ValueError, "lr_scheduler_type must be one of", id="schedule"),
         pytest.param({"gradient_checkpointing": 1}, TypeError, "must be true or false; got 1", id="checkpointing"),
@@ -105,6 +107,48 @@ def test_broken_reward_functions_are_named(
 
     with pytest.raises(error, match=message):
         make_trainer(model, tokenizer, rows, [count_ones, broken]).step()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "./model"}, "model must be a causal LM, as of AutoModelForCausalLM; got str"),
+        ({"tokenizer": "./model"}, "tokenizer must be a tokenizer, as of AutoTokenizer; got str"),
+        ({"config": {"steps": 2}}, "config must be a GRPOTrainerConfig; got dict"),
+        ({"reference_model": "./teacher"}, "reference_model must be a causal LM or None; got str"),
+        ({"evaluate": 0.5}, "evaluate must be a function or None; got float"),
+        ({"reward_functions": "length"}, "reward_functions must be a function or a list of functions; got 'length'"),
+        ({"reward_functions": None}, "reward_functions must be a function or a list of functions; got None"),
+        ({"reward_functions": ["length"]}, r"0 must be callable; got 'length': pass built_in\('length'\)"),
+        ({"train_dataset": "rows.jsonl"}, "train_dataset must be a list of rows, or another sequence; got str"),
+        ({"train_dataset": {"train": []}}, "train_dataset must be a list of rows, or another sequence; got dict"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    change: dict[str, Any],
+    message: str,
+) -> None:
+    given = {"model": model, "tokenizer": tokenizer, "reward_functions": count_ones, "train_dataset": rows}
+    with pytest.raises(TypeError, match=message):
+        GRPOTrainer(**{**given, "config": GRPOTrainerConfig(**SMALL), **change})
+
+
+def test_a_model_without_a_head_is_named(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    with pytest.raises(TypeError, match="model must be a causal LM, as of AutoModelForCausalLM; got Qwen2Model"):
+        make_trainer(model.model, tokenizer, rows)  # type: ignore[arg-type]
+
+
+def test_what_evaluate_returns_is_checked(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]
+) -> None:
+    trainer = make_trainer(model, tokenizer, rows, evaluate=lambda: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match="evaluate must return a mapping of names to numbers; got NoneType"):
+        trainer.evaluate()
 
 
 def test_wrong_set_ups_are_refused(
