@@ -85,7 +85,8 @@ def read_words(argv: Sequence[str]) -> Settings:
             print("\n".join([ABOUT, *help_of(Switches), *help_of(Recipe)]))
             raise SystemExit(0)
         if not word.startswith("--"):
-            raise OptionError(f"unrecognized arguments: {word}")
+            hint = f"; did you mean --config {word}?" if word.endswith((".yaml", ".yml")) else ""
+            raise OptionError(f"unrecognized arguments: {word}{hint}")
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
         if name in SWITCHES and not equals:

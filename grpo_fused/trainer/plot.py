@@ -79,6 +79,7 @@ def plot_run(run: Path, image: Path | None = None, title: str | None = None) -> 
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     image.parent.mkdir(parents=True, exist_ok=True)
+    image = image if image.suffix else image.with_suffix(".png")  # as savefig does
     figure.savefig(image)
     return image
 

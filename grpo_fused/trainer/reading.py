@@ -200,7 +200,13 @@ def value_of(node: Any, place: str, hint: Any, name: str) -> Any:
 
 _ELSEWHERE = {
     "max_steps": "steps", "lr": "learning_rate", "batch_size": "prompts_per_step", "output": "output_dir",
-    "max_new_tokens": "max_completion_length",
+    "max_new_tokens": "max_completion_length", "response_length": "max_completion_length",
+    "num_train_epochs": "steps", "train_batch_size": "prompts_per_step", "n": "num_generations",
+    "num_return_sequences": "num_generations", "ppo_epochs": "num_iterations", "bf16": "mixed_precision",
+    "fp16": "mixed_precision", "model_name_or_path": "model", "use_vllm": "rollout",
+    "resume_from_checkpoint": "resume", "kl_coef": "loss.beta", "kl_loss_coef": "loss.beta",
+    "cliprange": "loss.epsilon", "clip_ratio": "loss.epsilon", "clip_ratio_low": "loss.epsilon",
+    "clip_ratio_high": "loss.epsilon_high", "clip_ratio_c": "loss.dual_clip", "loss_agg_mode": "loss.loss_type",
 }  # fmt: skip
 """What other programs call an option."""
 
@@ -209,7 +215,8 @@ def unknown(name: str, place: str, hints: Mapping[str, Any], prefix: str = "") -
     """The error of an option that does not exist, with the nearest that does."""
     name, known = f"{prefix}{name}", list(names_of(hints, prefix))
     same = [option for option in known if option.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = [_ELSEWHERE[name]] if name in _ELSEWHERE else same or get_close_matches(name, known, 1)
+    elsewhere = _ELSEWHERE.get(name.removeprefix("loss."))
+    near = [elsewhere] if elsewhere else same or get_close_matches(name, known, 1)
     return OptionError(f"{place}: unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 

@@ -652,6 +652,13 @@ def test_the_title_of_a_plot_is_the_name_of_the_folder(tmp_path: Path, monkeypat
     assert titles == [tmp_path.name]
 
 
+def test_the_path_of_a_plot_is_that_of_its_file(tmp_path: Path) -> None:
+    append_jsonl(tmp_path / "metrics.jsonl", {"step": 1, "reward": 0.5})
+    (image := tmp_path / "curves").mkdir()
+    assert plot_run(tmp_path, image) == tmp_path / "curves.png"
+    assert (tmp_path / "curves.png").is_file()
+
+
 def test_the_axis_of_held_out_rewards_goes_below_zero() -> None:
     from matplotlib.figure import Figure
 

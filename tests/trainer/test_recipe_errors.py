@@ -115,6 +115,8 @@ def test_wrong_recipes_end_with_the_reason(
         ("steps: 2", "stepss: 2", "7: unknown option 'stepss'; did you mean 'steps'?"),
         ("steps: 2", "max_steps: 2", "7: unknown option 'max_steps'; did you mean 'steps'?"),
         ("steps: 2", "lr: 1", "7: unknown option 'lr'; did you mean 'learning_rate'?"),
+        ("steps: 2", "kl_loss_coef: 1", "7: unknown option 'kl_loss_coef'; did you mean 'loss.beta'?"),
+        ("beta: 0.04", "clip_ratio: 0.2", "12: unknown option 'loss.clip_ratio'; did you mean 'loss.epsilon'?"),
         ("steps: 2", "steps: 2\nsteps: 1", "8: steps is given twice, first in line 7"),
         ("{name: length", "{weight: 1, weight: 2, name: length", "6: weight is given twice, first in line 6"),
         ("steps: 2", "steps: ten", "7: steps must be an integer; got 'ten'"),
@@ -152,6 +154,7 @@ def test_errors_of_the_command_itself(recipe: Path, tmp_path: Path, capsys: pyte
     a_list.write_text("[1, 2]")
     for arguments, message in (
         (["train"], "the following arguments are required: model, rewards"),
+        (["train", str(recipe)], f"unrecognized arguments: {recipe}; did you mean --config {recipe}.$"),
         (["train", "--config", "nowhere.yaml"], "a file that exists; got .*nowhere.yaml"),
         (["train", "--config", str(recipe), "--steps"], "argument --steps: expected one argument"),
         (["train", "--config", str(no_text)], "'utf-8' codec can't decode"),
