@@ -65,6 +65,12 @@ class TestErrors:
         with pytest.raises(ValueError, match="at least one CandidateSets; got none"):
             CandidateSets.cat([])
 
+    @pytest.mark.parametrize("make", [CandidateSets.from_padded, CandidateSets.from_mask, CandidateSets.from_logits])
+    @pytest.mark.parametrize("rows", [[[1, 0]], torch.tensor(1)], ids=["list", "number"])
+    def test_rows_that_are_no_tensor(self, make, rows):
+        with pytest.raises(TypeError, match=r"\w+ must be a tensor of one dimension or more; got (list|Tensor)"):
+            make(rows)
+
     @pytest.mark.parametrize(
         ("options", "match"),
         [

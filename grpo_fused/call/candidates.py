@@ -53,6 +53,7 @@ class CandidateSets:
     @classmethod
     def from_padded(cls, ids: Tensor, pad: int = -1) -> CandidateSets:
         """From ids `[..., W]` of which those that equal `pad` do not count."""
+        _check_rows(ids, "ids")
         keep = ids != pad
         return cls(ids[keep], offsets_of(keep.sum(-1).reshape(-1)))
 
@@ -63,6 +64,7 @@ class CandidateSets:
         Raises:
             ValueError: A row keeps no token.
         """
+        _check_rows(mask, "mask")
         mask = mask.reshape(-1, mask.shape[-1]) != 0
         sizes = mask.sum(-1)
         if len(sizes) and not bool(sizes.all()):
@@ -96,6 +98,7 @@ class CandidateSets:
 
         Source: the logits warpers of Hugging Face transformers, in the order of `generate`.
         """
+        _check_rows(logits, "logits")
         check_number(temperature, "temperature", above=0.0)
         if top_k is not None:
             check_integer(top_k, "top_k", least=1)
@@ -179,6 +182,12 @@ class CandidateSets:
         mask = (self.sizes == 0).unsqueeze(1).repeat(1, vocab_size)
         mask[self.positions, self.ids.to(torch.int64)] = True
         return mask
+
+
+def _check_rows(x: object, name: str) -> None:
+    """A tensor [..., V]."""
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        raise TypeError(f"{name} must be a tensor of one dimension or more; got {type(x).__name__}")
 
 
 def may_need_whole_head(candidates: CandidateSets, token_ids: Tensor, mask: Tensor | None, most: int) -> bool:
