@@ -110,7 +110,7 @@ def fused_linear_objective(
 
     Source: the idea of FlexAttention (arXiv 2412.05496), applied to policy losses.
     """
-    with checking("fused_linear_objective", head, with_tokens=True):
+    with checking(fused_linear_objective, head, with_tokens=True):
         check_choice(scope, "scope", Scope)
         check_flag(with_entropy, "with_entropy")
         check.check_objective_scope(objective, scope)

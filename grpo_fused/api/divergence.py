@@ -96,7 +96,7 @@ def fused_linear_divergence(
 
     Source: generalised JSD of on-policy distillation, GKD (arXiv 2306.13649).
     """
-    with checking("fused_linear_divergence", head, "candidates"):
+    with checking(fused_linear_divergence, head, "candidates"):
         if ParallelGroups.of(head.get("process_group")).tokens is not None:
             raise ValueError("a divergence takes slices of the vocabulary only; got a group of ranks with other tokens")
         check_choice(kind, "kind", DivergenceKind)

@@ -102,7 +102,7 @@ def fused_linear_grpo_loss(
 
     Source: GRPO, DeepSeekMath (arXiv 2402.03300); options and defaults as in TRL 1.16's `GRPOTrainer`.
     """
-    with checking("fused_linear_grpo_loss", head, with_tokens=True):
+    with checking(fused_linear_grpo_loss, head, with_tokens=True):
         check_flag(with_metrics, "with_metrics")
         check.check_tokens(completion_ids, "completion_ids", check.INTEGER, cu_seqlens)
         layout = Layout.of(completion_ids, cu_seqlens)
@@ -197,7 +197,7 @@ def fused_linear_logprobs(
         entropies = -(log_p.exp() * log_p).sum(-1)
         alternative_logps = log_p.flatten(0, -2)[alternatives.positions, alternatives.ids]
     """
-    with checking("fused_linear_logprobs", head):
+    with checking(fused_linear_logprobs, head):
         check_flag(with_entropy, "with_entropy")
         check.check_token_ids(token_ids, "token_ids")
         layout = Layout.of(token_ids)

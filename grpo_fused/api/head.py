@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import grpo_fused
 from grpo_fused import engines
 from grpo_fused.api.composed import composed
 from grpo_fused.call import validation as check
@@ -87,21 +86,23 @@ class HeadOptions(LogitOptions, total=False):
     impl: Impl
 
 
-def check_names(function: str, options: Mapping[str, object], *refused: str) -> None:
-    """Raise `TypeError` as Python does, if there are other names than those of `HeadOptions` without the refused; it
-    names the nearest one of the function."""
+def check_names(function: Callable[..., object], options: Mapping[str, object], *refused: str) -> None:
+    """Raise `TypeError` as Python does, if there are other names than those of `HeadOptions` without the refused.
+
+    It names the nearest one that the function has.
+    """
     for name in options:
         if name not in HeadOptions.__optional_keys__ or name in refused:
-            is_of_loss = name in GRPOLossConfig.__dataclass_fields__ and "loss" in function.lower()
-            known = {*HeadOptions.__optional_keys__, *signature(getattr(grpo_fused, function)).parameters} - {*refused}
+            known = {*HeadOptions.__optional_keys__, *signature(function).parameters} - {*refused}
             near = get_close_matches(name, sorted(known), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            hint = f": pass config=GRPOLossConfig({name}=...)" if is_of_loss else hint
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+            if name in GRPOLossConfig.__dataclass_fields__ and "loss" in function.__name__.lower():
+                hint = f": pass config=GRPOLossConfig({name}=...)"
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def checking(
-    function: str, options: Mapping[str, Any], *refused: str, with_tokens: bool = False
+    function: Callable[..., object], options: Mapping[str, Any], *refused: str, with_tokens: bool = False
 ) -> AbstractContextManager[None]:
     """Check the names of options, and give a block for the other checks: ranks of a group fail together in both."""
     group = options.get("process_group")

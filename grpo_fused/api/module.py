@@ -33,7 +33,7 @@ class FusedLinearGRPOLoss(nn.Module):
         self.config = GRPOLossConfig() if config is None else config
         if not isinstance(self.config, GRPOLossConfig):
             raise TypeError(f"config must be a GRPOLossConfig; got {type(config).__name__}")
-        check_names("FusedLinearGRPOLoss", {name: x for name, x in options.items() if name != "with_metrics"})
+        check_names(FusedLinearGRPOLoss, {name: x for name, x in options.items() if name != "with_metrics"})
         self.options = options
 
     def forward(self, *args: Any, **kwargs: Any) -> GRPOLossOutput:
