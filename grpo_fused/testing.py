@@ -37,7 +37,8 @@ BATCH_BOUND = 1e-5
 """Nats by which a score may change with the other tokens of the batch."""
 
 BITWISE = ("native", "triton")
-"""Engines whose scores are bitwise independent of the other tokens, and all results bitwise the same in each run."""
+"""Engines whose scores (without an adapter) are bitwise independent of the other tokens, and all results bitwise the
+same in each run."""
 
 _HEAD_OPTIONS = ("lm_head_bias", "logit_scale", "softcap", "temperature", "candidates")
 

@@ -53,7 +53,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class NativeEngine:
-    """See the module. Scores are bitwise independent of the other tokens of the batch and of the number of threads."""
+    """See the module. Scores, without an adapter, are bitwise independent of the batch and of the number of threads."""
 
     def chunk_rows(self, head: LMHead, num_tokens: int, max_scratch_bytes: int | None) -> int:
         """See `Engine.chunk_rows`: a call is one chunk, since all of it is scored first.

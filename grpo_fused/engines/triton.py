@@ -11,7 +11,7 @@ A weight in another dtype than the computation's, without contiguous rows, or wh
 (fp32: 32), is copied completely: kernels with narrow loads would take longer than the copy. A frozen one of bytes is
 widened by the kernel, and block by block for the gradient products (on AMD GPUs in fp32, with exponentials of 4 bytes).
 
-A token's scores are bitwise the same in any batch, and the same in scoring and training.
+A token's scores are bitwise the same in any batch (without an adapter), and the same in scoring and training.
 """
 
 from __future__ import annotations
