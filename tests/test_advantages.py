@@ -76,7 +76,7 @@ def test_equal_judged_rewards_are_equal_beside_an_unjudged_one(reward):
 
 def test_rewards_may_be_tuples_or_an_array():
     rows = [(1.0, 2.0), (3.0, 5.0)]
-    for rewards in (rows, np.array(rows)):
+    for rewards in (rows, np.array(rows), np.array(rows, dtype=object)):
         assert torch.equal(group_advantages(rewards, 2).advantages, group_advantages([3.0, 8.0], 2).advantages)
 
 

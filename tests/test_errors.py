@@ -177,6 +177,7 @@ TYPE_ERRORS = {
     "hidden-list": ("hidden_states must be a torch.Tensor; got list", lambda: loss(hidden_states=[1.0])),
     "hidden-nested": ("hidden_states must be a dense tensor; got one that is nested: pass its values",
                       lambda: loss(hidden_states=torch.nested.nested_tensor([torch.randn(T, H)] * B, layout=torch.jagged))),
+    "hidden-nested-strided": ("got one that is nested", lambda: loss(hidden_states=torch.nested.nested_tensor([torch.randn(T, H)] * B))),
     "ids-sparse": ("completion_ids must be a dense tensor; got one that is torch.sparse_coo",
                    lambda: loss(completion_ids=torch.ones(B, T, dtype=torch.int64).to_sparse())),
     "adapter": ("lm_head_adapter must be HeadAdapter or a sequence of them; got int", lambda: loss(lm_head_adapter=8)),

@@ -150,8 +150,8 @@ def test_a_compiled_step_calls_it_eagerly(call: Any) -> None:
         ),
         ({"input_ids": torch.ones(10, dtype=torch.int64)}, r"input_ids must be \[B, P \+ T\] .* got \(10,\)"),
         (
-            {"input_ids": torch.full((3, 10), -100)},
-            r"input_ids must be ids of the vocabulary, .*; got -100 \(-100 is for",
+            {"input_ids": torch.full((3, 10), -1)},
+            r"input_ids must be ids of the vocabulary, .*; got -1 \(-100 is for",
         ),
         (
             {"attention_mask": torch.zeros(3, 10).index_fill(1, torch.tensor([0]), -torch.inf)},
