@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from accelerate import Accelerator, tracking
 from accelerate.utils import DistributedType
+from trainer.runs import Recording
 from trainer.small_model import build_small_model
 from trainer.small_trainer import SMALL, count_ones, make_trainer
 from transformers import (
@@ -370,7 +370,7 @@ def test_a_model_that_ignores_the_mask_is_not_sampled_with_padding(
     for padding in (None, HuggingFaceEngine(model, tokenizer)):
         with pytest.raises(ValueError, match="no masked token before a prompt changes; those of RwkvForC.* differ by"):
             trainer(engine=padding)
-    trainer(engine=Mock(spec=["generate", "sync_weights"]))
+    trainer(engine=Recording())
 
 
 def test_virtual_tokens_are_refused(
