@@ -6,7 +6,13 @@ import pytest
 import torch
 from helpers import ENGINES
 
-from grpo_fused import fused_linear_divergence, fused_linear_grpo_loss, fused_linear_logprobs, fused_linear_objective
+from grpo_fused import (
+    FusedLinearGRPOLoss,
+    fused_linear_divergence,
+    fused_linear_grpo_loss,
+    fused_linear_logprobs,
+    fused_linear_objective,
+)
 from grpo_fused.call.calls import LMHead
 from grpo_fused.engines import products
 from grpo_fused.engines.base import Tokens
@@ -34,6 +40,7 @@ def test_a_keyword_that_a_function_does_not_have_is_refused(call, name):
     [
         ("old_logps", "; did you mean 'old_per_token_logps'?"),
         ("adapter", "; did you mean 'lm_head_adapter'?"),
+        ("head", ""),
         ("x", ""),
     ],
 )
@@ -46,6 +53,21 @@ def test_the_nearest_keyword_is_named(name, near):
 def test_a_keyword_that_is_refused_is_not_the_nearest():
     with pytest.raises(TypeError, match="'candidate'$"):
         fused_linear_divergence(HIDDEN, WEIGHT, HIDDEN, WEIGHT, candidate=None)
+
+
+def test_the_catch_all_of_keywords_is_not_the_nearest():
+    with pytest.raises(TypeError, match="'options'$"):
+        FusedLinearGRPOLoss(options=None)
+
+
+def test_an_exported_call_takes_any_vocabulary():
+    class Scores(torch.nn.Module):
+        def forward(self, hidden, weight):
+            return fused_linear_logprobs(hidden, weight, IDS).logps
+
+    size = torch.export.Dim("V", min=2, max=100)  # V = H among them
+    with torch.no_grad():
+        torch.export.export(Scores(), (HIDDEN, WEIGHT), dynamic_shapes={"hidden": None, "weight": {0: size}})
 
 
 @pytest.mark.parametrize("impl", ENGINES)

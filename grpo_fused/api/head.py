@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, TypedDict
 
 import torch
@@ -93,7 +93,8 @@ def check_names(function: Callable[..., object], options: Mapping[str, object], 
     """
     for name in options:
         if name not in HeadOptions.__optional_keys__ or name in refused:
-            known = {*HeadOptions.__optional_keys__, *signature(function).parameters} - {*refused}
+            own = {p.name for p in signature(function).parameters.values() if p.kind != Parameter.VAR_KEYWORD}
+            known = (own | HeadOptions.__optional_keys__) - {*refused}
             near = get_close_matches(name, sorted(known), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             if name in GRPOLossConfig.__dataclass_fields__ and "loss" in function.__name__.lower():
