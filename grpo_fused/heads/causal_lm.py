@@ -48,8 +48,9 @@ def grpo_loss_of(
         `GRPOLossOutput`; the loss is differentiable in all trainable parameters.
 
     Raises:
-        ValueError: a negative id, an attention mask that is not of 0 and 1, a prompt that is padded on the right, or a
-            completion mask beyond the attention mask (CPU; elsewhere with `GRPO_FUSED_DEBUG=1`).
+        ValueError: a negative id (without `model_inputs`), an attention mask that is not of 0 and 1, a prompt that is
+            padded on the right, or a completion mask beyond the attention mask (CPU; elsewhere with
+            `GRPO_FUSED_DEBUG=1`).
         ValueError, TypeError, RuntimeError: as `head_hidden_states`, `lm_head_inputs`, `fused_linear_grpo_loss`.
 
     Example::
@@ -116,7 +117,8 @@ def _completions(
             f"input_ids must be [B, P + T] with P = prompt_length = {prompt_length} and T >= 1; "
             f"got {tuple(input_ids.shape)}"
         )
-    if values_are_checked(input_ids.device) and (input_ids < 0).any():
+    # with images a negative id may be a placeholder (Phi-3.5-vision)
+    if not model_inputs and values_are_checked(input_ids.device) and (input_ids < 0).any():
         raise ValueError(
             f"input_ids must be ids of the vocabulary, padding too; got {int(input_ids.min())} (-100 is for labels)"
         )

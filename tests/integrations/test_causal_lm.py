@@ -10,7 +10,7 @@ import torch
 from helpers import make_case
 from integrations.tiny import VOCAB, build
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM
 
 from grpo_fused import (
     FusedLinearGRPOLoss,
@@ -88,6 +88,18 @@ def test_further_inputs_reach_the_model() -> None:
     far = torch.arange(PROMPT + LENGTH).expand(ROWS, -1) * 5
     there = logprobs_of(model, **given, model_inputs={"position_ids": far}).logps
     assert (there - logprobs_of(model, **given).logps).abs().max() > 1e-3
+
+
+def test_ids_below_zero_may_be_places_of_images() -> None:
+    class WithImages(Qwen2ForCausalLM):  # as Phi-3.5-vision
+        def forward(self, input_ids: Tensor, pixel_values: Any = None, **kwargs: Any) -> Any:
+            return super().forward(input_ids.clamp(min=0), **kwargs)
+
+    model, given = build("qwen2"), batch()
+    model.__class__ = WithImages
+    given["input_ids"][:, PROMPT - 1] = -1
+    scores = logprobs_of(model, **given, model_inputs={"pixel_values": torch.zeros(1)})
+    assert scores.logps.shape == (ROWS, LENGTH)
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["", "peft"])
