@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Real
 from types import NoneType, UnionType
@@ -86,8 +87,7 @@ class _Option:
         if choices:
             check_choice(value, name, kind)
             return choices[choices.index(value)]
-        is_list = isinstance(value, (list, tuple))
-        if kind == tuple[str, ...] and not (is_list and all(isinstance(v, str) and v for v in value)):
+        if kind == tuple[str, ...] and not _is_list_of_texts(value):
             raise TypeError(f"{name} must be a list of non-empty texts; got {value!r}")
         accepted: Any = kind if kind in (int, bool) or is_dataclass(kind) else object
         if not isinstance(value, accepted) or (kind is int and isinstance(value, bool)):
@@ -96,3 +96,10 @@ class _Option:
             return value
         check_number(value, name, **self.range)
         return kind(value)  # 2 for 2.0 is not what transformers takes
+
+
+def _is_list_of_texts(value: object) -> bool:
+    """Of any class of lists (OmegaConf has its own)."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return False
+    return all(isinstance(text, str) and text for text in value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Literal
 
@@ -138,7 +139,7 @@ class GRPOTrainerConfig:
         if isinstance(self.report_to, str):
             object.__setattr__(self, "report_to", () if self.report_to == "none" else (self.report_to,))
         check_options(self)
-        betas = self.adam_betas if isinstance(self.adam_betas, (list, tuple)) else (self.adam_betas,)
+        betas = self.adam_betas if isinstance(self.adam_betas, Iterable) else (self.adam_betas,)
         object.__setattr__(self, "adam_betas", tuple(check_number(beta, "adam_betas") for beta in betas))
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"adam_betas must be two numbers in [0, 1); got {self.adam_betas}")

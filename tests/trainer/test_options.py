@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import UserList
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -441,6 +442,13 @@ def test_numbers_are_of_the_type_of_their_option() -> None:
     config = GRPOTrainerConfig(temperature=2, repetition_penalty=2, adam_betas=(0, 0.95))
     assert (repr(config.temperature), repr(config.repetition_penalty)) == ("2.0", "2.0")
     assert repr(config.adam_betas) == "(0.0, 0.95)"
+
+
+def test_a_list_may_be_of_any_class() -> None:
+    """Such as OmegaConf's."""
+    config = GRPOTrainerConfig(stop_strings=UserList(["a"]), adam_betas=UserList([0.9, 0.95]))  # type: ignore[arg-type]
+    assert list(config.stop_strings) == ["a"]
+    assert config.adam_betas == (0.9, 0.95)
 
 
 def test_the_engine_samples_in_the_batches_that_were_asked_for(
