@@ -99,7 +99,7 @@ def check_states(model: PreTrainedModel, *, padded: bool) -> None:
     expected, most = states[0, :2], 1e-3 if model.dtype == torch.float32 else 5e-2
     found = [("later token", "is_decoder=True, where a config has it", states[1, :2])]
     if padded:
-        found.append(("masked token before a prompt", "or give an engine that samples without padding", states[2, 1:3]))
+        found.append(("masked token before a prompt", "give an engine that samples without padding", states[2, 1:3]))
     for change, remedy, state in found:
         away = float((state - expected).norm() / expected.norm())
         if away > most:  # NaN is found in the first step
