@@ -113,9 +113,9 @@ def check_head(
         _check_head_weight(lm_head_weight)
     check_tensor(hidden_states, "hidden_states", FLOAT, (*token_ids.shape, "H"), beside=ids_name)
     width, sizes = hidden_states.shape[-1], lm_head_weight.shape
-    is_wrong = sizes[-1:] != (width,)  # first: else a compiled or exported call would be guarded by V != H
-    hint = ": pass its transpose, or the states before the head if these are logits"
-    hint = hint if is_wrong and width in sizes[:1] else ""
+    hint = ""
+    if sizes[-1:] != (width,) and width in sizes[:1]:  # in this order: V != H would guard an exported call
+        hint = ": pass its transpose, or the states before the head if these are logits"
     _check_shape(sizes, "lm_head_weight", ("V", width), beside="hidden_states", hint=hint)
     if 0 in lm_head_weight.shape:
         raise ValueError(f"lm_head_weight must have V >= 1 and H >= 1; got {tuple(lm_head_weight.shape)}")

@@ -84,10 +84,10 @@ def ready(model: PreTrainedModel, config: GRPOTrainerConfig, device: torch.devic
 
 
 def check_states(model: PreTrainedModel, *, padded: bool) -> None:
-    """Raises if a state depends on what only scoring has, or only sampling.
+    """Raises if a state depends on tokens that only scoring has, or only sampling.
 
-    Those are later tokens (BERT without `is_decoder`), and, if sampling is `padded`, what is masked before a prompt
-    (RWKV, xLSTM, RecurrentGemma).
+    Scoring has the later tokens (on which BERT without `is_decoder` depends). Sampling, if it is `padded`, has masked
+    tokens before a prompt (on which RWKV, xLSTM and RecurrentGemma depend).
     """
     a, b, c, d = (ordinary_tokens(model, embeddings_of(model)) * 4)[:4]
     ids = torch.tensor([[a, b, c, d], [a, b, d, c], [d, a, b, c]], device=model.device)
@@ -97,14 +97,14 @@ def check_states(model: PreTrainedModel, *, padded: bool) -> None:
     with undisturbed(model):
         states = head_hidden_states(model, ids, mask, position_ids=places).float()
     expected, most = states[0, :2], 1e-3 if model.dtype == torch.float32 else 5e-2
-    found = [("later token", "is_decoder=True, where a config has it", states[1, :2])]
+    found = [("later tokens", "is_decoder=True, where a config has it", states[1, :2])]
     if padded:
-        found.append(("masked token before a prompt", "give an engine that samples without padding", states[2, 1:3]))
-    for change, remedy, state in found:
+        found.append(("masked tokens before a prompt", "give an engine that samples without padding", states[2, 1:3]))
+    for tokens, remedy, state in found:
         away = float((state - expected).norm() / expected.norm())
         if away > most:  # NaN is found in the first step
             raise ValueError(
-                f"model must have states that no {change} changes; those of {type(model).__name__} differ by "
+                f"states of the model must not depend on {tokens}; those of {type(model).__name__} differ by "
                 f"{away:.1e} (relative), more than {most:.0e} ({remedy})"
             )
 

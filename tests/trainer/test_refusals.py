@@ -329,7 +329,7 @@ def test_a_model_that_sees_later_tokens_is_refused(tokenizer: PreTrainedTokenize
     bert = BertConfig(**SIZES, initializer_range=0.2)
     rows = [{"prompt": "1+1="}, {"prompt": "2+2="}]
     with pytest.raises(
-        ValueError, match="no later token changes; those of BertLMHeadModel differ by .*is_decoder=True"
+        ValueError, match="depend on later tokens; those of BertLMHeadModel differ by .*is_decoder=True"
     ):
         make_trainer(AutoModelForCausalLM.from_config(bert, dtype=dtype), tokenizer, rows)
     bert.is_decoder = True
@@ -368,7 +368,7 @@ def test_a_model_that_ignores_the_mask_is_not_sampled_with_padding(
     rows = [{"prompt": "1+1="}, {"prompt": "12+1="}]
     trainer = partial(GRPOTrainer, model, tokenizer, [count_ones], rows, GRPOTrainerConfig(**SMALL))  # type: ignore[arg-type]
     for padding in (None, HuggingFaceEngine(model, tokenizer)):
-        with pytest.raises(ValueError, match="no masked token before a prompt changes; those of RwkvForC.* differ by"):
+        with pytest.raises(ValueError, match="depend on masked tokens before a prompt; those of RwkvForC.* differ by"):
             trainer(engine=padding)
     trainer(engine=Recording())
 
